@@ -1,5 +1,5 @@
-//! Ring and halving-doubling over loopback TCP with one thread per rank: median and 99th percentile of the slowest
-//! rank.
+//! Ring and halving-doubling with one thread per rank, over loopback TCP and through shared memory: median and 99th
+//! percentile of the slowest rank.
 //!
 //! `cargo bench -p sumac --bench exec -- [RANKS]`. Compare ratios within one run only: absolute figures vary with the
 //! host.
@@ -9,7 +9,7 @@ use std::net::TcpListener;
 use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
-use sumac::exec::{Context, JobSecret, Mesh, NoInterrupt, execute};
+use sumac::exec::{Context, JobSecret, Mesh, NoInterrupt, SharedMemory, execute};
 use sumac::schedule::{Place, Schedule, halving_doubling, ring};
 use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
 use sumac_hal::reduce::Kernel;
@@ -18,7 +18,10 @@ type Algorithm = fn(Place, usize) -> Schedule;
 
 fn main() {
     let ranks = std::env::args().filter_map(|arg| arg.parse().ok()).next().unwrap_or(4);
-    println!("{:>12} {:>6} {:>4} {:>12} {:>12} {:>12}", "bytes", "dtype", "algo", "median us", "p99 us", "algbw GB/s");
+    println!(
+        "{:>12} {:>6} {:>4} {:>12} {:>12} {:>12} {:>12} {:>12}",
+        "bytes", "dtype", "algo", "TCP us", "p99 us", "shared us", "p99 us", "TCP/shared"
+    );
     for (dtype, bytes, iterations) in [
         (Dtype::F32, 8, 2000),
         (Dtype::F32, 1 << 10, 2000),
@@ -30,31 +33,35 @@ fn main() {
         let algorithms: [(Path, Algorithm); 2] =
             [(Path::Ring, ring::all_reduce), (Path::HalvingDoubling, halving_doubling::all_reduce)];
         for (path, algorithm) in algorithms {
-            let mut times = measure(ranks, dtype, bytes / dtype.size_bytes(), iterations, path, algorithm);
-            times.sort_unstable();
-            let (median, p99) = (times[times.len() / 2], times[times.len() * 99 / 100]);
-            let micros = |time: Duration| time.as_secs_f64() * 1e6;
-            let algbw = bytes as f64 / median.as_secs_f64() / 1e9;
-            let (median, p99) = (micros(median), micros(p99));
-            println!("{bytes:>12} {dtype:>6} {:>4} {median:>12.1} {p99:>12.1} {algbw:>12.2}", path.name());
+            let [(tcp, tcp_p99), (shared, shared_p99)] = [SharedMemory::Avoid, SharedMemory::Use].map(|memory| {
+                let count = bytes / dtype.size_bytes();
+                let mut times = measure((ranks, memory), dtype, count, iterations, (path, algorithm));
+                times.sort_unstable();
+                let micros = |time: Duration| time.as_secs_f64() * 1e6;
+                (micros(times[times.len() / 2]), micros(times[times.len() * 99 / 100]))
+            });
+            println!(
+                "{bytes:>12} {dtype:>6} {:>4} {tcp:>12.1} {tcp_p99:>12.1} {shared:>12.1} {shared_p99:>12.1} {:>12.2}",
+                path.name(),
+                tcp / shared
+            );
         }
     }
 }
 
 /// Return, for each iteration, the time of the slowest rank.
 fn measure(
-    ranks: u32,
+    (ranks, memory): (u32, SharedMemory),
     dtype: Dtype,
     count: usize,
     iterations: usize,
-    path: Path,
-    algorithm: Algorithm,
+    (path, algorithm): (Path, Algorithm),
 ) -> Vec<Duration> {
     let listeners: Vec<_> = (0..ranks).map(|_| TcpListener::bind("127.0.0.1:0").expect("loopback")).collect();
     let addresses: Vec<_> = listeners.iter().map(|listener| listener.local_addr().expect("bound")).collect();
     let start = Barrier::new(ranks as usize);
     let run = |(place, listener): (Place, TcpListener)| {
-        let mut mesh = Mesh::new(place, JobSecret::new([1; 32]), listener, addresses.clone()).expect("a mesh");
+        let mut mesh = Mesh::new(place, JobSecret::new([1; 32]), listener, addresses.clone(), memory).expect("a mesh");
         let schedule = algorithm(place, count);
         let desc = OpDesc::all_reduce(dtype, ReduceOp::Sum, count as u64);
         let kernel = Kernel::new(dtype, ReduceOp::Sum);
@@ -79,4 +86,5 @@ fn measure(
     (0..iterations).map(|index| each.iter().map(|times| times[index]).max().unwrap_or_default()).collect()
 }
 
-const WARM_UP: usize = 5;
+/// Enough for shared memory to take over.
+const WARM_UP: usize = 20;

@@ -79,6 +79,7 @@ const CASES: &[Case] = &[
     case("idle_connections_at_rank_ports_do_not_block_recovery", ranks::idle_connections),
     case("connect_flood_at_rank_ports_does_not_block_recovery", ranks::connect_flood),
     case("garbage_at_rank_ports_is_dropped", ranks::garbage),
+    case("garbage_at_sockets_for_ranks_memory_is_dropped", ranks::garbage_at_memory_sockets),
     case("rank_without_descriptors_does_not_spin", ranks::no_descriptors),
     case("garbage_at_the_shm_socket_is_dropped", shm::garbage),
     case("idle_connections_at_the_shm_socket_do_not_block_attach", shm::idle_connections),

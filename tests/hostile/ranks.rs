@@ -1,7 +1,9 @@
 //! Attacks on the ports at which ranks accept each other: of the mesh, and for recovery.
 
+use crate::shm;
 use crate::testbed::{JobConfig, TestBed, Tools, wait_until};
 use crate::traffic::{Flood, Random, drip, idle, send_once};
+use rustix::net::{SendFlags, send};
 use rustix::process::{Resource, Rlimit, prlimit};
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -66,7 +68,7 @@ pub(crate) fn connect_flood(tools: &Tools) {
 fn hello(purpose: u16, from: u32, to: u32, random: &mut Random) -> Vec<u8> {
     let mut bytes = Vec::new();
     bytes.extend(b"SMCH");
-    bytes.extend(3_u16.to_le_bytes());
+    bytes.extend(4_u16.to_le_bytes());
     bytes.extend(purpose.to_le_bytes());
     bytes.extend(from.to_le_bytes());
     bytes.extend(to.to_le_bytes());
@@ -102,6 +104,43 @@ pub(crate) fn garbage(tools: &Tools) {
     }
 }
 
+/// Return the names of the sockets over which ranks share memory. Any process of this network namespace can list them.
+fn memory_sockets() -> Vec<String> {
+    let table = std::fs::read_to_string("/proc/net/unix").expect("a table");
+    let names = table.lines().filter_map(|line| line.split_whitespace().nth(7)?.strip_prefix('@'));
+    let mut names: Vec<String> = names.filter(|name| name.starts_with("sumac-rank-")).map(str::to_owned).collect();
+    names.sort();
+    names.dedup();
+    assert!(names.len() > 1, "ranks must listen for each other: {names:?}");
+    names
+}
+
+/// A process of the ranks' user that does not know their job's secret, at the sockets over which they share memory.
+pub(crate) fn garbage_at_memory_sockets(tools: &Tools) {
+    let mut testbed = TestBed::start(tools).with_job(MET);
+    let (before, names, mut random) = (testbed.count(), memory_sockets(), Random(6));
+    let mut idle = Vec::new();
+    for nth in 0..600_usize {
+        let Some(socket) = shm::raw(&names[nth % names.len()]) else { continue };
+        for _ in 0..1 + nth % 4 {
+            let mut bytes = random.bytes([0, 1, 31, 32, 33, 4_000][nth % 6]);
+            if nth % 2 == 0 && bytes.len() >= 32 {
+                // A valid header of any kind; an attach of any rank, with a key of any kind.
+                bytes[..8].copy_from_slice(&[b'S', b'U', b'M', b'S', 1, 0, random.below(9) as u8, 0]);
+                bytes[8..16].copy_from_slice(&[random.below(5) as u8, 0, 0, 0, random.below(6) as u8, 0, 0, 0]);
+            }
+            // The rank may have disconnected.
+            let _ = send(&socket, &bytes, SendFlags::NOSIGNAL);
+        }
+        idle.extend((nth % 3 == 0).then_some(socket));
+    }
+    testbed.wait_for_rounds(20);
+    kill_device(&mut testbed);
+    drop(idle);
+    assert!(testbed.count().repaired > before.repaired);
+    testbed.finish();
+}
+
 /// Without descriptors to accept connections, a waiting rank does not spin.
 pub(crate) fn no_descriptors(tools: &Tools) {
     let mut testbed = TestBed::start(tools).with_job(MET);
@@ -110,6 +149,8 @@ pub(crate) fn no_descriptors(tools: &Tools) {
         prlimit(Some(rank.pid()), Resource::Nofile, few).expect("its limit");
     }
     let open: Vec<_> = rank_ports(&testbed).into_iter().flat_map(|port| idle(port, MANY)).collect();
+    let names = memory_sockets();
+    let sockets: Vec<_> = names.iter().flat_map(|name| (0..MANY).filter_map(|_| shm::raw(name))).collect();
     testbed.wait_for_rounds(10);
     // Stop one rank, so that the others wait idle.
     let stopped = testbed.ranks[2].pid();
@@ -121,7 +162,7 @@ pub(crate) fn no_descriptors(tools: &Tools) {
     }
     rustix::process::kill_process(stopped, rustix::process::Signal::CONT).expect("it is there");
     assert!(share < 0.5, "a rank that waits keeps a processor busy to {:.0} %", 100.0 * share);
-    drop(open);
+    drop((open, sockets));
     testbed.wait_for_rounds(10);
     testbed.check_alive();
     testbed.finish();

@@ -17,7 +17,7 @@ pub(crate) fn socket_of(testbed: &TestBed<'_>) -> String {
 }
 
 /// Open a raw connection; `None` if the socket has no room.
-fn raw(name: &str) -> Option<OwnedFd> {
+pub(crate) fn raw(name: &str) -> Option<OwnedFd> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).expect("a socket");
     let addr = SocketAddrUnix::new_abstract_name(name.as_bytes()).expect("a name");

@@ -52,8 +52,8 @@ enum Work {
     /// Run one all-reduce. One rank stops itself after it has contributed; the others contribute only after a line on
     /// stdin.
     StopBeforeTheResult,
-    /// Broadcast among the ranks, without a tree. One rank is stopped while it waits for the root, which sends only
-    /// after a line on stdin.
+    /// Broadcast among the ranks, without a tree; over TCP if by packets, else in shared memory. One rank is stopped
+    /// while it waits for the root, which sends only after a line on stdin.
     StopInBroadcast,
 }
 
@@ -257,7 +257,7 @@ fn leaving_ranks_wait_for_a_stopped_rank() {
 #[test]
 fn leaving_root_waits_until_a_stopped_rank_has_received_its_broadcast() {
     let (_controller, addr) = start_controller();
-    let members = start_members(addr, false, Work::StopInBroadcast);
+    let members = start_members(addr, true, Work::StopInBroadcast);
     members[STOPPED].until_stopped();
     members[0].go_on();
     members[0].expect("done");
@@ -265,4 +265,16 @@ fn leaving_root_waits_until_a_stopped_rank_has_received_its_broadcast() {
     members[STOPPED].signal(Signal::CONT);
     assert_eq!(members[0].lines.recv_timeout(LONG).as_deref(), Ok("Clean"));
     members.into_iter().skip(1).for_each(Member::end);
+}
+
+/// In shared memory a rank copies a long payload out of the root's memory, which therefore stays in the broadcast.
+#[test]
+fn root_of_a_broadcast_waits_until_a_stopped_rank_has_copied_it() {
+    let (_controller, addr) = start_controller();
+    let members = start_members(addr, false, Work::StopInBroadcast);
+    members[STOPPED].until_stopped();
+    members[0].go_on();
+    assert_eq!(members[0].lines.recv_timeout(WATCHED), Err(RecvTimeoutError::Timeout));
+    members[STOPPED].signal(Signal::CONT);
+    members.into_iter().for_each(Member::end);
 }

@@ -5,7 +5,7 @@ use crate::config_file::ConfigFileError;
 use crate::controller::ControllerError;
 use crate::controller::proto::{DEFAULT_TENANT, RailGrant, Transport};
 use crate::controller::{ClientError, ControllerAddr, TREES_MAX, first_reachable};
-use crate::exec::MeshError;
+use crate::exec::{MeshError, SharedMemory};
 use crate::local_address::{self, InterfaceFilter, LocalAddressError};
 use crate::select::Algo;
 use crate::transport::local::{HostDevices, default_host_devices};
@@ -152,6 +152,11 @@ impl JoinConfig {
     }
 
     /// Choose among the controller's addresses, and the address to bind to.
+    /// Return whether connections to ranks of this machine go through shared memory.
+    pub(super) const fn shared_memory(&self) -> SharedMemory {
+        if matches!(self.transport, Transport::Udp) { SharedMemory::Avoid } else { SharedMemory::Use }
+    }
+
     pub(super) fn choose_addresses(&mut self) -> Result<(), LocalAddressError> {
         let reachable = first_reachable(self.controller, &self.controller_alternatives);
         if let Some(other) = self.controller_alternatives.iter_mut().find(|addr| **addr == reachable) {

@@ -58,7 +58,8 @@ pub(crate) fn join_as(mut config: JoinConfig, stripe: Option<StripeOf>) -> Resul
     let ranks_here = membership.mesh.iter().filter(|addr| addr.ip() == mesh_addr.ip()).count();
     let ranks_per_host = ranks_per_host(membership.mesh.iter().map(SocketAddr::ip));
     let secret = membership.secret;
-    let connections = Connections::new(Mesh::new(place, secret.clone(), listener, membership.mesh)?);
+    let memory = config.shared_memory();
+    let connections = Connections::new(Mesh::new(place, secret.clone(), listener, membership.mesh, memory)?);
     let channel = (may_recover && world > 1).then(|| {
         let caller = Arc::clone(&notices);
         let on_view_change = move |epoch| caller.view_change_requested(epoch);

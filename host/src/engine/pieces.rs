@@ -85,7 +85,8 @@ impl Core {
         let own = live.iter().position(|&rank| rank == Rank(self.data.config.rank)).unwrap_or(0);
         let broken = |what: String| Error::Argument(format!("cannot connect ranks for recovery: {what}"));
         let place = Place::new(Rank(own as u32), live.len() as u32).map_err(|error| broken(error.to_string()))?;
-        let mesh = Mesh::new(place, self.secret_of(ballot), listener, addresses);
+        let memory = self.data.config.shared_memory();
+        let mesh = Mesh::new(place, self.secret_of(ballot), listener, addresses, memory);
         Ok(Survivors { connections: Connections::new(mesh.map_err(|error| broken(error.to_string()))?), live })
     }
 

@@ -48,7 +48,11 @@ impl Run<'_> {
             if notices.is_empty() || rest.is_zero() {
                 break;
             }
-            let streams = notices.iter().filter_map(|notice| notice.stream(&self.mesh.links));
+            // No descriptor says that there is room in shared memory.
+            let is_shared = |notice: &AbortNotice| self.mesh.links[notice.peer.0 as usize].shared.is_some();
+            let rest = if notices.iter().any(is_shared) { rest.min(SHARED_POLL_INTERVAL) } else { rest };
+            let streams = notices.iter().filter(|notice| !is_shared(notice));
+            let streams = streams.filter_map(|notice| notice.stream(&self.mesh.links));
             let mut fds: Vec<_> = streams.map(|stream| PollFd::new(stream, PollFlags::IN | PollFlags::OUT)).collect();
             let timeout = Timespec { tv_sec: rest.as_secs() as i64, tv_nsec: rest.subsec_nanos().into() };
             // An interrupted poll means another round.
@@ -59,6 +63,9 @@ impl Run<'_> {
                 self.mesh.links[notice.peer.0 as usize].state = State::Ended;
             }
         }
+        // The callers get the memory of their messages back, too.
+        self.mesh.withdraw_references();
+        self.mesh.messages.out.iter_mut().for_each(|channel| channel.link.withdraw_reference());
     }
 
     /// Prepare a notice for each rank concerned.
@@ -94,21 +101,31 @@ impl Run<'_> {
             Some(_) => IoOutcome::Bytes(0),
             None => self.finish_frame(notice.peer),
         };
-        let Some(stream) = notice.stream(&self.mesh.links) else { return true };
+        let mesh = &mut *self.mesh;
+        let link = &mut mesh.links[notice.peer.0 as usize];
         // A peer that is notifying us reads only once we have read its bytes.
-        if finished == IoOutcome::Ended || !drain(stream, &mut self.mesh.scratch) {
+        let drained = match &notice.one_shot {
+            Some(stream) => drain(&mut mesh.scratch, |into| read(stream, into)),
+            None => drain(&mut mesh.scratch, |into| link.read(into)),
+        };
+        if finished == IoOutcome::Ended || !drained {
             return true;
         }
         if finished == IoOutcome::WouldBlock {
             return false;
         }
-        let sent = match write(stream, &notice.bytes[notice.sent..], &[]) {
+        let rest = &notice.bytes[notice.sent..];
+        let moved = match &notice.one_shot {
+            Some(stream) => write(stream, rest, &[]),
+            None => link.write(rest, &[]),
+        };
+        let sent = match moved {
             IoOutcome::WouldBlock => return false,
             IoOutcome::Ended => return true,
             IoOutcome::Bytes(sent) => notice.sent + sent,
         };
         let is_sent = sent == notice.bytes.len();
-        if is_sent {
+        if is_sent && let Some(stream) = notice.stream(&mesh.links) {
             // The end of the stream follows the abort; failing to send it is harmless.
             let _ = stream.shutdown(Shutdown::Write);
         }
@@ -120,7 +137,9 @@ impl Run<'_> {
     fn finish_frame(&mut self, peer: Rank) -> IoOutcome {
         let mesh = &mut *self.mesh;
         let link = &mut mesh.links[peer.0 as usize];
-        match link.flush_announce() {
+        // What the peer has not copied is not part of its result.
+        link.withdraw_reference();
+        match link.flush_bare() {
             IoOutcome::Bytes(_) => {}
             other => return other,
         }
@@ -145,9 +164,9 @@ impl AbortNotice {
 }
 
 /// Read and discard input; returns whether the peer is still connected.
-fn drain(stream: &TcpStream, scratch: &mut [u8]) -> bool {
+fn drain(scratch: &mut [u8], mut read: impl FnMut(&mut [u8]) -> IoOutcome) -> bool {
     for _ in 0..DRAINS_PER_ROUND {
-        match read(stream, scratch) {
+        match read(scratch) {
             IoOutcome::Bytes(_) => {}
             IoOutcome::WouldBlock => return true,
             IoOutcome::Ended => return false,
@@ -160,3 +179,5 @@ fn drain(stream: &TcpStream, scratch: &mut [u8]) -> bool {
 const GRACE_PERIOD: Duration = Duration::from_secs(1);
 /// Reads from one peer before the others get their turn.
 const DRAINS_PER_ROUND: usize = 64;
+/// Interval at which a rank looks for room in shared memory.
+const SHARED_POLL_INTERVAL: Duration = Duration::from_millis(1);

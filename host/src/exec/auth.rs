@@ -43,11 +43,12 @@ use crate::secret::JobSecret;
 use hmac::{Hmac, Mac};
 use sha2::Sha256;
 use std::io;
+use std::net::SocketAddr;
 use sumac_hal::ctrl::secure;
 use sumac_hal::ids::Rank;
 
 /// Version of handshake and frames; ranks of different versions refuse each other.
-pub(super) const VERSION: u16 = 3;
+pub(super) const VERSION: u16 = 4;
 pub(super) const HELLO_BYTES: usize = 64;
 pub(super) const ANSWER_BYTES: usize = 64;
 pub(super) const PROOF_BYTES: usize = 32;
@@ -59,6 +60,8 @@ const ANSWER_MAGIC: [u8; 4] = *b"SMCA";
 const ACCEPTING: &[u8; 16] = b"sumac accepting\0";
 const DIALLING: &[u8; 16] = b"sumac dialling\0\0";
 const ONE_SHOT: &[u8; 16] = b"sumac one-shot\0\0";
+const SHARED_NAME: &[u8; 16] = b"sumac shm name\0\0";
+const SHARED_KEY: &[u8; 16] = b"sumac shm key\0\0\0";
 
 /// What a connection is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -71,6 +74,17 @@ pub(super) enum Purpose {
     PointToPoint,
     /// One direction of the out-of-band channel ([`super::oob`]).
     OutOfBand,
+}
+
+impl Purpose {
+    pub(super) const fn to_wire(self) -> u16 {
+        match self {
+            Self::Peer => 1,
+            Self::OneShot => 2,
+            Self::PointToPoint => 4,
+            Self::OutOfBand => 5,
+        }
+    }
 }
 
 /// The first message of a connection.
@@ -92,12 +106,7 @@ impl Hello {
     }
 
     pub(super) fn emit(&self) -> [u8; HELLO_BYTES] {
-        let purpose: u16 = match self.purpose {
-            Purpose::Peer => 1,
-            Purpose::OneShot => 2,
-            Purpose::PointToPoint => 4,
-            Purpose::OutOfBand => 5,
-        };
+        let purpose = self.purpose.to_wire();
         let mut bytes = [0; HELLO_BYTES];
         bytes[0..4].copy_from_slice(&HELLO_MAGIC);
         bytes[4..6].copy_from_slice(&self.version.to_le_bytes());
@@ -252,6 +261,21 @@ pub(super) fn one_shot(secret: &JobSecret, hello: &Hello, frame: &[u8]) -> Vec<u
 /// Return whether a rank that knows the secret sent this hello and this frame.
 pub(super) fn is_one_shot_proven(secret: &JobSecret, hello_and_frame: &[u8], mac: &[u8; PROOF_BYTES]) -> bool {
     secret.mac(ONE_SHOT).chain_update(hello_and_frame).verify_slice(mac).is_ok()
+}
+
+/// Return the name of a rank's socket for shared memory, in the abstract namespace. Only the job's ranks can compute
+/// it. `address` is that of its listener.
+pub(super) fn shared_name(secret: &JobSecret, rank: Rank, address: SocketAddr) -> String {
+    let place = format!("{} {address}", rank.0);
+    let mac = secret.mac(SHARED_NAME).chain_update(place).finalize().into_bytes();
+    mac[..8].iter().fold(String::from("sumac-rank-"), |name, byte| name + &format!("{byte:02x}"))
+}
+
+/// Return the key with which rank `from` hands `to` memory for connections of this purpose.
+pub(super) fn shared_key(secret: &JobSecret, purpose: Purpose, from: Rank, to: Rank) -> u64 {
+    let hello = Hello { version: VERSION, purpose, from, to, number: 0, nonce: [0; 32] };
+    let mac = secret.mac(SHARED_KEY).chain_update(hello.emit()).finalize().into_bytes();
+    u64::from_le_bytes(std::array::from_fn(|index| mac[index]))
 }
 
 /// Counts refused connections. So that a flood of them does not flood the log, it logs the first, second, fourth, ...

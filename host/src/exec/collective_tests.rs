@@ -1,7 +1,7 @@
 //! Every algorithm of the table over loopback TCP, in place and out of place, against an independent oracle; and the
 //! bits of tree schedules against the declared expression.
 
-use super::tests::{context, meshes, on_ranks};
+use super::tests::{both_ways, context, meshes, on_ranks};
 use super::*;
 use crate::schedule::tree::Tree;
 use crate::schedule::{ALGORITHMS, Algorithm, Pattern, Place, Problem, Schedule, Span, pairwise};
@@ -9,6 +9,16 @@ use sumac_hal::ctrl::Order;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
 use sumac_hal::reduce::Kernel;
+
+both_ways! {
+    every_algorithm_and_root_gives_exact_results_in_and_out_of_place,
+    transfers_beyond_frame_and_scratch_size_give_exact_results,
+    all_to_all_of_any_counts_gives_exact_results_in_and_out_of_place,
+    rank_lost_in_any_step_is_named_or_not_needed,
+    tree_schedules_match_the_declared_expression_bit_for_bit,
+    partials_travel_in_accumulator_type_and_inputs_in_their_own,
+    buffers_of_wrong_length_are_refused,
+}
 
 /// Element `element` of rank `rank`'s input: whole numbers that bfloat16 holds, as it does their sums over 8 ranks.
 fn input(rank: u32, element: usize) -> i32 {
@@ -98,7 +108,6 @@ fn run_table(ranks: u32, algorithms: &[&Algorithm], roots: &[u32], counts: &[usi
     });
 }
 
-#[test]
 fn every_algorithm_and_root_gives_exact_results_in_and_out_of_place() {
     let all: Vec<_> = ALGORITHMS.iter().collect();
     for ranks in [1_u32, 2, 3, 4, 7, 8] {
@@ -107,13 +116,11 @@ fn every_algorithm_and_root_gives_exact_results_in_and_out_of_place() {
     }
 }
 
-#[test]
 fn transfers_beyond_frame_and_scratch_size_give_exact_results() {
     let all: Vec<_> = ALGORITHMS.iter().collect();
     run_table(3, &all, &[2], &[200_001]);
 }
 
-#[test]
 fn all_to_all_of_any_counts_gives_exact_results_in_and_out_of_place() {
     for ranks in [1_u32, 2, 3, 5, 8] {
         on_ranks(&mut meshes(ranks), |mesh| {
@@ -142,7 +149,6 @@ fn cut(whole: &Schedule, steps: usize) -> Schedule {
     part
 }
 
-#[test]
 fn rank_lost_in_any_step_is_named_or_not_needed() {
     let (ranks, dead, root, count) = (4, Rank(2), Rank(1), 1001);
     let tree = Tree::flat(ranks, Order::TreeFold).expect("a tree");
@@ -189,7 +195,6 @@ fn rough(rank: u32, element: usize) -> f32 {
     ((bits >> 40) as f32 - 8_388_608.0) * f32::from_bits(0x3000_0000 + (((bits >> 35) as u32 & 0x1f) << 23))
 }
 
-#[test]
 fn tree_schedules_match_the_declared_expression_bit_for_bit() {
     use crate::plan::Child::{Node, Rank as Leaf};
     let of = |ranks: &[u32]| ranks.iter().map(|&rank| Leaf(Rank(rank))).collect::<Vec<_>>();
@@ -232,7 +237,6 @@ fn tree_schedules_match_the_declared_expression_bit_for_bit() {
     assert_eq!(seen.len(), 4, "four expressions, and other bits for each");
 }
 
-#[test]
 fn partials_travel_in_accumulator_type_and_inputs_in_their_own() {
     // 256 + 1 + 1 + ... in bfloat16: each 1 is lost if a partial sum is rounded.
     let reducing = ALGORITHMS.iter().filter(|algorithm| algorithm.pattern == Pattern::AllReduce);
@@ -256,7 +260,6 @@ fn partials_travel_in_accumulator_type_and_inputs_in_their_own() {
     }
 }
 
-#[test]
 fn buffers_of_wrong_length_are_refused() {
     let mut meshes = meshes(2);
     let results = on_ranks(&mut meshes, |mesh| {

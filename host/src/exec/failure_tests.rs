@@ -3,11 +3,11 @@
 use super::auth::{Answer, HELLO_BYTES, PROOF_BYTES, verdict};
 use super::frame::{AbortFrame, FrameKind, HEADER_BYTES, Header};
 use super::link::Link;
-use super::tests::{BOTH, LONG, all_reduce, context, meshes, meshes_with, on_ranks, secret};
+use super::tests::{
+    BOTH, LONG, all_reduce, both_ways, connected_meshes, context, meshes, meshes_with, on_ranks, secret,
+};
 use super::*;
-use crate::schedule::{Place, Schedule, binomial, dissemination, ring};
-use rustix::event::{PollFd, PollFlags, poll};
-use rustix::net::sockopt::{set_socket_recv_buffer_size, set_socket_send_buffer_size};
+use crate::schedule::{Place, Schedule, dissemination, ring};
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::ops::ControlFlow;
@@ -20,6 +20,21 @@ use std::time::{Duration, Instant};
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
 use sumac_hal::reduce::Kernel;
+
+both_ways! {
+    different_calls_are_a_mismatch_on_every_rank,
+    skipped_operation_is_a_mismatch,
+    rank_lost_in_any_step_is_named_and_no_result_is_wrong,
+    rank_lost_before_connecting_is_named,
+    connection_flood_makes_no_rank_appear_lost,
+    peer_closing_before_the_handshake_is_redialled,
+    rank_of_another_job_is_named,
+    deadline_fails_on_every_rank,
+    interrupt_ends_the_operation_on_every_rank,
+    paused_operation_continues_where_it_was_or_ends_with_the_given_error,
+    partial_frame_is_completed_before_the_abort,
+    invalid_arguments_are_refused_and_the_mesh_stays_usable,
+}
 
 fn barrier(mesh: &mut Mesh, op_index: u64, interrupt: &mut dyn Interrupt) -> Result<(), ExecError> {
     let ctx = context(op_index, OpDesc::barrier(), Path::Ring);
@@ -37,7 +52,6 @@ fn assert_mismatch(meshes: &mut [Mesh], odd: Rank, results: &[Result<(), ExecErr
     }
 }
 
-#[test]
 fn different_calls_are_a_mismatch_on_every_rank() {
     type Odd = fn(&mut Mesh) -> Result<(), ExecError>;
     let odd_calls: [(&str, Odd); 6] = [
@@ -65,7 +79,6 @@ fn different_calls_are_a_mismatch_on_every_rank() {
     }
 }
 
-#[test]
 fn skipped_operation_is_a_mismatch() {
     let mut meshes = meshes(3);
     let results = on_ranks(&mut meshes, |mesh| {
@@ -76,13 +89,12 @@ fn skipped_operation_is_a_mismatch() {
     assert_mismatch(&mut meshes, Rank(1), &results);
 }
 
-#[test]
 fn rank_lost_in_any_step_is_named_and_no_result_is_wrong() {
     let (ranks, dead, count) = (4, Rank(2), 300_000);
     for (path, algorithm) in BOTH {
         let steps = algorithm(Place::new(dead, ranks).expect("inside"), count).len();
         for last_words in 0..steps {
-            let meshes = meshes(ranks);
+            let meshes = connected_meshes(ranks);
             let results: Vec<_> = thread::scope(|scope| {
                 let rank = |mut mesh: Mesh| {
                     scope.spawn(move || {
@@ -123,7 +135,6 @@ fn rank_lost_in_any_step_is_named_and_no_result_is_wrong() {
     }
 }
 
-#[test]
 fn rank_lost_before_connecting_is_named() {
     for dead in [Rank(0), Rank(2)] {
         let mut meshes = meshes(3);
@@ -134,7 +145,6 @@ fn rank_lost_before_connecting_is_named() {
 }
 
 /// Ranks dial each other while unknown peers connect and disconnect, or stay idle.
-#[test]
 fn connection_flood_makes_no_rank_appear_lost() {
     let ranks = 4;
     let mut meshes = meshes(ranks);
@@ -161,6 +171,7 @@ fn connection_flood_makes_no_rank_appear_lost() {
             // The next round's ranks must dial again.
             for mesh in &mut meshes {
                 mesh.links.iter_mut().for_each(|link| *link = Link::default());
+                mesh.sharing.iter_mut().for_each(|sharing| sharing.offers.clear());
             }
         }
         is_over.store(true, Ordering::Release);
@@ -169,7 +180,6 @@ fn connection_flood_makes_no_rank_appear_lost() {
 }
 
 /// A connection that ends before it was answered says nothing about the rank behind it.
-#[test]
 fn peer_closing_before_the_handshake_is_redialled() {
     let mut meshes = meshes(2);
     let by_hand = meshes.pop().expect("rank 1");
@@ -189,7 +199,6 @@ fn peer_closing_before_the_handshake_is_redialled() {
     });
 }
 
-#[test]
 fn rank_of_another_job_is_named() {
     let mut meshes = meshes_with(&[secret(), JobSecret::new([7; 32])]);
     let results = on_ranks(&mut meshes, |mesh| {
@@ -205,7 +214,6 @@ fn rank_of_another_job_is_named() {
     assert!(meshes[1].foreign_dropped() >= 1);
 }
 
-#[test]
 fn deadline_fails_on_every_rank() {
     let mut meshes = meshes(3);
     let (late, in_time) = meshes.split_at_mut(1);
@@ -242,7 +250,6 @@ impl Interrupt for Bell {
     }
 }
 
-#[test]
 fn interrupt_ends_the_operation_on_every_rank() {
     for by_time in [false, true] {
         let mut meshes = meshes(4);
@@ -281,7 +288,6 @@ impl Interrupt for Pause {
 }
 
 /// Rank 1 enters the operation only once rank 0 is paused in it.
-#[test]
 fn paused_operation_continues_where_it_was_or_ends_with_the_given_error() {
     for cancels in [false, true] {
         let mut meshes = meshes(2);
@@ -347,7 +353,6 @@ fn accept_by_hand(stream: &mut TcpStream) {
     stream.write_all(&verdict(None)).expect("small");
 }
 
-#[test]
 fn partial_frame_is_completed_before_the_abort() {
     // Rank 1 is played by the test: it reads nothing until rank 0, its socket full, has failed.
     let mut meshes = meshes(2);
@@ -393,7 +398,6 @@ fn partial_frame_is_completed_before_the_abort() {
     });
 }
 
-#[test]
 fn invalid_arguments_are_refused_and_the_mesh_stays_usable() {
     let mut meshes = meshes(2);
     let elsewhere = ring::all_reduce(Place::new(Rank(0), 3).expect("inside"), 4);
@@ -412,83 +416,4 @@ fn invalid_arguments_are_refused_and_the_mesh_stays_usable() {
     });
     assert_eq!(results, [Ok(()), Ok(())]);
     assert!(meshes.iter().all(|mesh| mesh.error().is_none()));
-}
-
-/// Blocks its rank, once told to, until the test lets it go on.
-struct Stop {
-    stops: mpsc::Receiver<()>,
-    stopped: mpsc::Sender<()>,
-    resume: mpsc::Receiver<()>,
-    checked: Instant,
-}
-
-impl Interrupt for Stop {
-    fn poll_fd(&self) -> Option<BorrowedFd<'_>> {
-        None
-    }
-
-    fn check(&mut self) -> Result<ControlFlow<()>, ExecError> {
-        self.checked = Instant::now();
-        if self.stops.try_recv().is_ok() {
-            self.stopped.send(()).expect("the test listens");
-            self.resume.recv().expect("the test goes on");
-        }
-        Ok(ControlFlow::Continue(()))
-    }
-
-    fn wake_at(&self) -> Option<Instant> {
-        Some(self.checked + Duration::from_millis(1))
-    }
-}
-
-/// The unread bytes are an announcement: rank 1 waits for rank 0 before rank 0 sends.
-#[test]
-fn slow_rank_receives_everything_from_a_rank_that_closes_with_unread_bytes() {
-    const LEN_BYTES: usize = 192 << 10;
-    let mut meshes = meshes(2);
-    on_ranks(&mut meshes, |mesh| barrier(mesh, 0, &mut NoInterrupt).expect("both ranks are here"));
-    let mut slow = meshes.pop().expect("rank 1");
-    let mut quick = meshes.pop().expect("rank 0");
-    let broadcast = |mesh: &mut Mesh, bytes: &mut [u8], interrupt: &mut dyn Interrupt| {
-        let desc = OpDesc::broadcast(Dtype::U8, Rank(0), LEN_BYTES as u64);
-        let schedule = binomial::broadcast(mesh.place(), LEN_BYTES, Rank(0));
-        execute(mesh, &schedule, None, bytes, &context(1, desc, Path::Binomial), interrupt)
-    };
-    // Rank 1 has room for a part, and rank 0 for the rest.
-    let (sends, receives) = (quick.links[1].stream(), slow.links[0].stream());
-    set_socket_recv_buffer_size(receives.expect("connected by the barrier"), 16 << 10).expect("a socket");
-    set_socket_send_buffer_size(sends.expect("connected by the barrier"), LEN_BYTES).expect("a socket");
-    let ((stop, stops), (stopped, is_stopped), (go_on, resume)) = (mpsc::channel(), mpsc::channel(), mpsc::channel());
-    thread::scope(|scope| {
-        let received = scope.spawn(move || {
-            let mut bytes = vec![0; LEN_BYTES];
-            broadcast(&mut slow, &mut bytes, &mut Stop { stops, stopped, resume, checked: Instant::now() })
-                .map(|()| bytes)
-        });
-        let stream = quick.links[1].stream().expect("connected by the barrier").try_clone().expect("a descriptor");
-        let mut fds = [PollFd::new(&stream, PollFlags::IN)];
-        poll(&mut fds, None).expect("rank 1 announces its operation");
-        stop.send(()).expect("rank 1 is there");
-        is_stopped.recv().expect("rank 1 stops");
-        broadcast(&mut quick, &mut vec![7; LEN_BYTES], &mut NoInterrupt).expect("the socket holds it");
-        assert!(!quick.flush(Instant::now()), "rank 1 has not received everything");
-        go_on.send(()).expect("rank 1 waits");
-        assert!(quick.flush(Instant::now() + LONG));
-        drop((quick, stream));
-        assert!(received.join().expect("no panic") == Ok(vec![7; LEN_BYTES]), "rank 1 lost bytes");
-    });
-}
-
-#[test]
-fn rank_that_is_gone_is_not_waited_for() {
-    let mut meshes = meshes(2);
-    on_ranks(&mut meshes, |mesh| barrier(mesh, 0, &mut NoInterrupt).expect("both ranks are here"));
-    let gone = meshes.pop().expect("rank 1");
-    let mesh = &mut meshes[0];
-    // More than rank 1 has room for, so some of it is never acknowledged.
-    let mut stream = mesh.links[1].stream().expect("connected by the barrier");
-    while stream.write(&[0; 4096]).is_ok() {}
-    assert!(!mesh.flush(Instant::now()));
-    drop(gone);
-    assert!(mesh.flush(Instant::now() + LONG));
 }

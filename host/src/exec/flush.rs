@@ -63,3 +63,6 @@ fn has_unacknowledged(stream: &TcpStream) -> bool {
     let bytes = unsafe { ioctl(stream.as_fd(), Getter::<UNACKNOWLEDGED, std::ffi::c_int>::new()) };
     bytes.is_ok_and(|bytes| bytes > 0)
 }
+
+#[cfg(test)]
+mod tests;

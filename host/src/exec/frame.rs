@@ -5,7 +5,7 @@
 //! | Bytes | Field |
 //! |---|---|
 //! | 0..4 | magic `SMCF` |
-//! | 4..6 | kind: 1 data, 2 abort, 3 announce |
+//! | 4..6 | kind: 1 data, 2 abort, 3 announce, 4 shared, 5 reference |
 //! | 6..8 | zero |
 //! | 8..16 | operation index |
 //! | 16..20 | signature |
@@ -15,20 +15,25 @@
 //! | 32..36 | root |
 //! | 36..40 | zero |
 //! | 40..48 | element count |
-//! | 48..56 | length of the whole transfer in bytes (data) |
+//! | 48..56 | length of the whole transfer in bytes (data, reference) |
+//! | 56..64 | address of the payload in the sender's memory (reference) |
 //!
 //! A transfer is sent as one or more data frames of at most [`FRAME_MAX_BYTES`], so that an abort never waits for more
-//! than that. The payload of an abort frame is the error, encoded with postcard. Every frame describes its operation,
-//! because a signature alone cannot tell the user what the other rank called. Frames carry no checksum of their own:
-//! TCP's is relied on.
+//! than that. A reference, only in shared memory, takes the place of a data frame: its payload does not follow, the
+//! receiver copies it ([`super::shared`]). After a shared frame, the sender's bytes come through shared memory. The
+//! payload of an abort frame is the error, encoded with postcard. Every frame describes its operation, because a
+//! signature alone cannot tell the user what the other rank called. Frames carry no checksum of their own: TCP's is
+//! relied on.
 
 use super::error::{Call, ExecError};
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Collective, Dtype, Path, ReduceOp};
 
-pub(super) const HEADER_BYTES: usize = 56;
+pub(super) const HEADER_BYTES: usize = 64;
 /// The largest payload of a frame.
 pub(super) const FRAME_MAX_BYTES: usize = 256 << 10;
+/// The largest payload of a reference.
+pub(super) const REFERENCE_MAX_BYTES: usize = 64 << 20;
 /// The largest encoded error; longer reasons are dropped.
 pub(super) const ABORT_MAX_BYTES: usize = 512;
 
@@ -43,6 +48,10 @@ pub(super) enum FrameKind {
     Abort,
     /// No payload: the sender waits for the receiver in this operation.
     Announce,
+    /// No payload: what the sender sends next comes through shared memory.
+    Shared,
+    /// A piece of a transfer, which the receiver copies from the sender's memory.
+    Reference,
 }
 
 /// A frame's header.
@@ -54,14 +63,23 @@ pub(super) struct Header {
     pub(super) len_bytes: usize,
     /// Length of the whole transfer in bytes.
     pub(super) transfer_bytes: u64,
+    /// Where the payload of a reference is in the sender's memory.
+    pub(super) address: u64,
 }
 
 impl Header {
+    /// Return the header of a frame without a payload.
+    pub(super) const fn bare(kind: FrameKind, call: Call, step: u32) -> Self {
+        Self { kind, call, step, len_bytes: 0, transfer_bytes: 0, address: 0 }
+    }
+
     pub(super) fn emit(&self) -> [u8; HEADER_BYTES] {
         let kind: u16 = match self.kind {
             FrameKind::Data => 1,
             FrameKind::Abort => 2,
             FrameKind::Announce => 3,
+            FrameKind::Shared => 4,
+            FrameKind::Reference => 5,
         };
         let call = &self.call;
         let mut bytes = [0; HEADER_BYTES];
@@ -78,6 +96,7 @@ impl Header {
         bytes[32..36].copy_from_slice(&call.root.0.to_le_bytes());
         bytes[40..48].copy_from_slice(&call.count.to_le_bytes());
         bytes[48..56].copy_from_slice(&self.transfer_bytes.to_le_bytes());
+        bytes[56..64].copy_from_slice(&self.address.to_le_bytes());
         bytes
     }
 
@@ -95,6 +114,8 @@ impl Header {
             1 => (FrameKind::Data, FRAME_MAX_BYTES),
             2 => (FrameKind::Abort, ABORT_MAX_BYTES),
             3 => (FrameKind::Announce, 0),
+            4 => (FrameKind::Shared, 0),
+            5 => (FrameKind::Reference, REFERENCE_MAX_BYTES),
             other => return Err(refuse("kind", other.into())),
         };
         let len_bytes = u32_at(bytes, 24) as usize;
@@ -117,7 +138,8 @@ impl Header {
             count: u64_at(bytes, 40),
             path: path.ok_or_else(|| refuse("path", bytes[31].into()))?,
         };
-        Ok(Self { kind, call, step: u32_at(bytes, 20), len_bytes, transfer_bytes: u64_at(bytes, 48) })
+        let (transfer_bytes, address) = (u64_at(bytes, 48), u64_at(bytes, 56));
+        Ok(Self { kind, call, step: u32_at(bytes, 20), len_bytes, transfer_bytes, address })
     }
 }
 
@@ -140,7 +162,7 @@ impl AbortFrame {
                 postcard::to_slice(&short, &mut bytes[HEADER_BYTES..]).map_or(0, |payload| payload.len())
             }
         };
-        let header = Header { kind: FrameKind::Abort, call, step: 0, len_bytes: payload, transfer_bytes: 0 };
+        let header = Header { len_bytes: payload, ..Header::bare(FrameKind::Abort, call, 0) };
         bytes[..HEADER_BYTES].copy_from_slice(&header.emit());
         Self { bytes, len_bytes: HEADER_BYTES + payload }
     }
@@ -181,14 +203,15 @@ mod tests {
     fn header() -> Header {
         let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 0x0102_0304_0506);
         let call = Call::new(Rank(3), 0x1112_1314, 0x2122_2324, &desc, Path::Ring);
-        Header { kind: FrameKind::Data, call, step: 5, len_bytes: 0x4000, transfer_bytes: 0x3132_3334_3536 }
+        let (transfer_bytes, address) = (0x3132_3334_3536, 0x4142_4344_4546);
+        Header { kind: FrameKind::Data, call, step: 5, len_bytes: 0x4000, transfer_bytes, address }
     }
 
     #[test]
     fn header_has_golden_bytes() {
         let golden = *b"SMCF\x01\0\0\0\x14\x13\x12\x11\0\0\0\0\x24\x23\x22\x21\x05\0\0\0\0\x40\0\0\x01\x0b\x01\x02\
                         \0\0\0\0\0\0\0\0\x06\x05\x04\x03\x02\x01\0\0\
-                        \x36\x35\x34\x33\x32\x31\0\0";
+                        \x36\x35\x34\x33\x32\x31\0\0\x46\x45\x44\x43\x42\x41\0\0";
         assert_eq!(header().emit(), golden);
         assert_eq!(Header::parse(Rank(3), &golden), Ok(header()));
     }
@@ -226,7 +249,8 @@ mod tests {
                 bytes[0..4].copy_from_slice(&FRAME_MAGIC);
             }
             if let Ok(header) = Header::parse(Rank(0), &bytes) {
-                prop_assert!(header.len_bytes <= FRAME_MAX_BYTES);
+                let max = if header.kind == FrameKind::Reference { REFERENCE_MAX_BYTES } else { FRAME_MAX_BYTES };
+                prop_assert!(header.len_bytes <= max);
                 prop_assert_eq!(Header::parse(Rank(0), &header.emit()), Ok(header));
             }
             let _ = AbortFrame::parse(Rank(0), &payload);

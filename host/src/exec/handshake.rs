@@ -197,6 +197,7 @@ impl Mesh {
     fn accept_peer(&mut self, index: usize, purpose: Purpose, peer: Rank) -> HandshakeOutcome {
         let stream = self.pending.remove(index).stream;
         let accepted = verdict(None);
+        self.expect_memory();
         let link = match purpose {
             Purpose::PointToPoint => &mut self.messages.from[peer.0 as usize].link,
             _ => &mut self.links[peer.0 as usize],

@@ -1,12 +1,15 @@
 //! A connection to a peer: its state, and the positions of its two streams.
 //!
-//! Invariant: bytes are read off the socket only up to the end of the current frame, so that data of a later step or
-//! operation waits in the socket until it is needed.
+//! Each direction begins on the socket, and may switch to shared memory between two frames ([`super::shared`]).
+//!
+//! Invariant: bytes are taken off a stream only up to the end of the current frame, so that data of a later step or
+//! operation waits there until it is needed.
 
 use super::acceptor::Redial;
 use super::auth::{ANSWER_BYTES, Dialler};
 use super::error::Call;
-use super::frame::{FRAME_MAX_BYTES, FrameKind, HEADER_BYTES, Header};
+use super::frame::{FRAME_MAX_BYTES, FrameKind, HEADER_BYTES, Header, REFERENCE_MAX_BYTES};
+use super::shared::{SharedLink, Switch};
 use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
 use std::io::{ErrorKind, IoSlice, Read};
 use std::net::TcpStream;
@@ -20,6 +23,8 @@ pub(super) struct Link {
     pub(super) redial: Redial,
     pub(super) rx: Rx,
     pub(super) tx: Tx,
+    /// The shared memory that has taken over, or is about to.
+    pub(super) shared: Option<Box<SharedLink>>,
 }
 
 /// State of a connection.
@@ -57,11 +62,17 @@ pub(super) struct Rx {
     pub(super) carry_len: usize,
     /// The payload of an abort frame.
     pub(super) abort: Vec<u8>,
+    /// Whether the peer has switched to shared memory.
+    pub(super) is_shared: bool,
+    /// Where the rest of the payload is in the peer's memory, if the frame is a reference.
+    pub(super) reference: Option<u64>,
 }
 
 impl Default for Rx {
     fn default() -> Self {
         Self {
+            is_shared: false,
+            reference: None,
             bytes: [0; RX_BYTES],
             filled: 0,
             frame: None,
@@ -85,19 +96,31 @@ pub(super) struct Tx {
     pub(super) transfers: u32,
     /// Whether a frame has told the peer which operation this rank is in.
     pub(super) announced: bool,
-    /// Whether `header` is an announce frame, which belongs to no transfer.
-    is_announce: bool,
+    /// The kind of the frame in `header`, if it has no payload and belongs to no transfer.
+    bare: Option<FrameKind>,
+    /// The header of a message, or of a frame, after which this rank sends through shared memory.
+    switch: Option<Switch>,
+    /// Whether this rank has switched to shared memory.
+    pub(super) is_shared: bool,
+    /// The number of the reference that the peer is copying; `left_bytes` is its length.
+    pub(super) reference: Option<u32>,
+    /// Whether `header` is that of a reference.
+    is_reference: bool,
 }
 
 impl Default for Tx {
     fn default() -> Self {
         Self {
+            switch: None,
+            is_shared: false,
+            reference: None,
+            is_reference: false,
             header: [0; HEADER_BYTES],
             header_left: 0,
             left_bytes: 0,
             transfers: 0,
             announced: false,
-            is_announce: false,
+            bare: None,
         }
     }
 }
@@ -128,78 +151,240 @@ impl Link {
         stream_of(&self.state)
     }
 
+    /// Return whether no shared memory has been set up for a connection that could have some.
+    pub(super) const fn is_unshared(&self) -> bool {
+        self.shared.is_none() && matches!(self.state, State::Ready(_))
+    }
+
+    /// Let shared memory take over: this rank's direction switches after `switch`, between two frames.
+    pub(super) fn share(&mut self, shared: Box<SharedLink>, switch: Switch) {
+        self.shared = Some(shared);
+        self.tx.switch = Some(switch);
+    }
+
+    /// Note that the peer has switched. Returns false if there is no shared memory.
+    pub(super) const fn switch_rx(&mut self) -> bool {
+        self.rx.is_shared = self.shared.is_some();
+        self.rx.is_shared
+    }
+
+    /// Look whether the socket of a connection in shared memory has ended. `is_one_way`: the peer never sends over it.
+    pub(super) fn check_socket(&mut self, is_one_way: bool) {
+        let (Some(stream), Some(shared)) = (stream_of(&self.state), &mut self.shared) else { return };
+        // After it has switched, a rank sends nothing here; whatever it sends instead is not looked at.
+        if (self.rx.is_shared || is_one_way) && read(stream, &mut [0; 64]) == IoOutcome::Ended {
+            shared.note_end();
+        }
+    }
+
+    /// Return whether its socket has ended, though what came through shared memory may not be read yet.
+    pub(super) fn has_socket_ended(&self) -> bool {
+        self.shared.as_ref().is_some_and(|shared| shared.is_ended())
+    }
+
+    /// Return whether a read from shared memory would return something other than `WouldBlock`.
+    pub(super) fn is_shared_readable(&mut self) -> bool {
+        matches!(self.state, State::Ready(_))
+            && self.rx.is_shared
+            // A reference can be copied at once.
+            && (self.rx.reference.is_some() || self.shared.as_mut().is_some_and(|shared| shared.is_readable()))
+    }
+
+    /// Return whether a write to shared memory would return something other than `WouldBlock`.
+    pub(super) fn is_shared_writable(&mut self) -> bool {
+        let left_bytes = self.tx.left_bytes;
+        let (true, Some(shared)) = (self.tx.is_shared, &mut self.shared) else { return false };
+        match self.tx.reference {
+            Some(number) => shared.reference_outcome(number, left_bytes) != IoOutcome::WouldBlock,
+            None => shared.is_writable(),
+        }
+    }
+
+    /// Read once, from where the peer sends.
+    pub(super) fn read(&mut self, into: &mut [u8]) -> IoOutcome {
+        match (&mut self.shared, stream_of(&self.state)) {
+            (_, None) => IoOutcome::Ended,
+            (Some(shared), Some(_)) if self.rx.is_shared => shared.read(into),
+            (_, Some(stream)) => read(stream, into),
+        }
+    }
+
+    /// Write once, to where this rank sends.
+    pub(super) fn write(&mut self, head: &[u8], body: &[u8]) -> IoOutcome {
+        match (&mut self.shared, stream_of(&self.state)) {
+            (_, None) => IoOutcome::Ended,
+            (Some(shared), Some(_)) if self.tx.is_shared => shared.write(head, body),
+            (_, Some(stream)) => write(stream, head, body),
+        }
+    }
+
     /// Fill the first `len` bytes of the header buffer; `Bytes` means that they are complete.
     pub(super) fn fill_header(&mut self, len: usize) -> IoOutcome {
+        let mut bytes = self.rx.bytes;
         while self.rx.filled < len {
-            let Some(stream) = stream_of(&self.state) else { return IoOutcome::Ended };
-            match read(stream, &mut self.rx.bytes[self.rx.filled..len]) {
+            match self.read(&mut bytes[self.rx.filled..len]) {
                 IoOutcome::Bytes(n) => self.rx.filled += n,
-                other => return other,
+                other => {
+                    self.rx.bytes = bytes;
+                    return other;
+                }
             }
         }
-        self.rx.filled = 0;
+        (self.rx.bytes, self.rx.filled) = (bytes, 0);
         IoOutcome::Bytes(len)
     }
 
     /// Receive payload of the current frame.
     pub(super) fn read_payload(&mut self, into: &mut [u8]) -> IoOutcome {
-        let Some(stream) = stream_of(&self.state) else { return IoOutcome::Ended };
         let len = into.len().min(self.rx.left_bytes);
-        let moved = read(stream, &mut into[..len]);
+        let moved = match self.rx.reference {
+            Some(address) => self.copy_reference(address, &mut into[..len.min(COPY_MAX_BYTES)]),
+            None => self.read(&mut into[..len]),
+        };
         if let IoOutcome::Bytes(n) = moved {
             self.rx.left_bytes -= n;
         }
         moved
     }
 
-    /// Send as much of a transfer, of which `sent` bytes are out, as the socket accepts. Returns payload bytes,
+    /// Return the part of scratch memory to which the kernel copies a reference fastest, behind `carried` bytes: where
+    /// it is as far into its page as the source.
+    pub(super) fn aligned<'s>(&self, scratch: &'s mut [u8], carried: usize) -> &'s mut [u8] {
+        let address = self.rx.reference.unwrap_or(0) as usize;
+        let ahead = address.wrapping_sub(scratch.as_ptr().addr()).wrapping_sub(carried) % PAGE_BYTES;
+        let len = scratch.len() - PAGE_BYTES;
+        &mut scratch[if self.rx.reference.is_some() { ahead } else { 0 }..][..len]
+    }
+
+    /// Return whether the kernel copies a payload to this place fast. Some processors copy byte by byte if the
+    /// destination begins just after the source in its page, as glibc's bug 30994 describes.
+    pub(super) fn is_fast_to(&self, place: &[u8]) -> bool {
+        let Some(address) = self.rx.reference else { return true };
+        let ahead = place.as_ptr().addr().wrapping_sub(address as usize) % PAGE_BYTES;
+        !(1..SLOW_BELOW_BYTES).contains(&ahead)
+    }
+
+    /// Copy bytes of a reference, and say so after the last one.
+    fn copy_reference(&mut self, address: u64, into: &mut [u8]) -> IoOutcome {
+        let Some(shared) = &self.shared else { return IoOutcome::Ended };
+        let copied = shared.copy(address, into);
+        if copied == IoOutcome::Bytes(into.len()) {
+            let is_last = into.len() == self.rx.left_bytes;
+            self.rx.reference = (!is_last).then(|| address.wrapping_add(into.len() as u64));
+            if is_last && !shared.take_reference() {
+                self.rx.left_bytes = 0;
+                return IoOutcome::Ended;
+            }
+        }
+        copied
+    }
+
+    /// Forget a reference that the peer has withdrawn, or whose memory is gone: only an abort can follow.
+    pub(super) const fn forget_reference(&mut self) {
+        if self.rx.reference.is_some() {
+            (self.rx.reference, self.rx.left_bytes, self.rx.frame) = (None, 0, None);
+        }
+    }
+
+    /// Send as much of a transfer, of which `sent` bytes are out, as the connection accepts. Returns payload bytes,
     /// `WouldBlock` or `Ended`; `Bytes(0)` means that only header bytes were sent.
     pub(super) fn write_transfer(&mut self, call: &Call, transfer: &[u8], sent: usize) -> IoOutcome {
-        match self.flush_announce() {
+        if let Some(number) = self.tx.reference {
+            return self.finish_reference(number);
+        }
+        match self.flush_bare() {
             IoOutcome::Bytes(_) => {}
             other => return other,
         }
-        let Some(stream) = stream_of(&self.state) else { return IoOutcome::Ended };
-        let (tx, rest) = (&mut self.tx, &transfer[sent..]);
-        if tx.is_between_frames() {
-            tx.left_bytes = rest.len().min(FRAME_MAX_BYTES);
-            tx.begin(FrameKind::Data, call, transfer.len() as u64);
+        let rest = &transfer[sent..];
+        if self.tx.is_between_frames() {
+            let is_reference = self.sends_reference(rest.len());
+            let (kind, max) = match is_reference {
+                true => (FrameKind::Reference, REFERENCE_MAX_BYTES),
+                false => (FrameKind::Data, FRAME_MAX_BYTES),
+            };
+            self.tx.left_bytes = rest.len().min(max);
+            // Only the peer uses it, through the kernel.
+            let address = if is_reference { rest.as_ptr().expose_provenance() as u64 } else { 0 };
+            self.tx.begin(kind, call, (transfer.len() as u64, address));
         }
-        let header = &tx.header[HEADER_BYTES - tx.header_left..];
-        match write(stream, header, &rest[..tx.left_bytes]) {
+        let (header, is_reference) = (self.tx.header, self.tx.is_reference);
+        let body = if is_reference { &[] } else { &rest[..self.tx.left_bytes] };
+        match self.write(&header[HEADER_BYTES - self.tx.header_left..], body) {
             IoOutcome::Bytes(n) => {
-                let payload = n.saturating_sub(tx.header_left);
-                tx.header_left -= n - payload;
-                tx.left_bytes -= payload;
+                let payload = n.saturating_sub(self.tx.header_left);
+                self.tx.header_left -= n - payload;
+                self.tx.left_bytes -= payload;
+                if is_reference && self.tx.header_left == 0 {
+                    self.tx.reference = self.shared.as_mut().map(|shared| shared.number_reference());
+                }
                 IoOutcome::Bytes(payload)
             }
             other => other,
         }
     }
 
+    /// Return whether a payload is sent as a reference.
+    pub(super) fn sends_reference(&self, len_bytes: usize) -> bool {
+        self.tx.is_shared && self.shared.as_ref().is_some_and(|shared| shared.sends_reference(len_bytes))
+    }
+
+    /// Return the bytes of a reference once the peer has copied them.
+    pub(super) fn finish_reference(&mut self, number: u32) -> IoOutcome {
+        let Some(shared) = &self.shared else { return IoOutcome::Ended };
+        let outcome = shared.reference_outcome(number, self.tx.left_bytes);
+        if matches!(outcome, IoOutcome::Bytes(_)) {
+            (self.tx.reference, self.tx.left_bytes) = (None, 0);
+        }
+        outcome
+    }
+
+    /// Send a payload as a reference, whose header is sent, and wait for [`Link::finish_reference`].
+    pub(super) fn begin_reference(&mut self, len_bytes: usize) {
+        self.tx.left_bytes = len_bytes;
+        self.tx.reference = self.shared.as_mut().map(|shared| shared.number_reference());
+    }
+
+    /// Withdraw a reference that the peer has not copied: its memory goes back to the caller.
+    pub(super) fn withdraw_reference(&mut self) {
+        if self.tx.reference.take().is_some() {
+            self.tx.left_bytes = 0;
+            self.shared.iter_mut().for_each(|shared| shared.withdraw());
+        }
+    }
+
     /// Announce the operation in which this rank waits for the peer, unless a frame has done so.
     ///
-    /// What the socket does not accept is sent by the next call, or before the next frame.
+    /// What the connection does not accept is sent by the next call, or before the next frame.
     pub(super) fn write_announce(&mut self, call: &Call) -> IoOutcome {
-        let moved = self.flush_announce();
+        let moved = self.flush_bare();
         if self.tx.announced || !matches!(moved, IoOutcome::Bytes(_)) {
             return moved;
         }
-        self.tx.begin(FrameKind::Announce, call, 0);
-        self.flush_announce()
+        self.tx.begin(FrameKind::Announce, call, (0, 0));
+        self.flush_bare()
     }
 
-    /// Send the rest of an announce frame; `Bytes` means that nothing is left.
-    pub(super) fn flush_announce(&mut self) -> IoOutcome {
-        while self.tx.is_announce {
-            let Some(stream) = stream_of(&self.state) else { return IoOutcome::Ended };
-            match write(stream, &self.tx.header[HEADER_BYTES - self.tx.header_left..], &[]) {
-                IoOutcome::Bytes(n) => self.tx.header_left -= n,
-                other => return other,
+    /// Send the rest of a frame without a payload, and switch to shared memory if that is due and no frame is under
+    /// way; `Bytes` means that nothing is left.
+    pub(super) fn flush_bare(&mut self) -> IoOutcome {
+        loop {
+            while let Some(kind) = self.tx.bare {
+                let header = self.tx.header;
+                match self.write(&header[HEADER_BYTES - self.tx.header_left..], &[]) {
+                    IoOutcome::Bytes(n) => self.tx.header_left -= n,
+                    other => return other,
+                }
+                if self.tx.header_left == 0 {
+                    self.tx.bare = None;
+                    self.tx.is_shared |= kind == FrameKind::Shared;
+                }
             }
-            self.tx.is_announce = self.tx.header_left != 0;
+            match self.tx.switch {
+                Some(switch) if self.tx.is_between_frames() => self.tx.begin_switch(&switch),
+                _ => return IoOutcome::Bytes(0),
+            }
         }
-        IoOutcome::Bytes(0)
     }
 
     /// Take over a dialled socket; without one, retry later.
@@ -237,12 +422,21 @@ impl Tx {
         self.header_left == 0 && self.left_bytes == 0
     }
 
-    fn begin(&mut self, kind: FrameKind, call: &Call, transfer_bytes: u64) {
+    fn begin(&mut self, kind: FrameKind, call: &Call, (transfer_bytes, address): (u64, u64)) {
         let len_bytes = self.left_bytes;
-        self.header = Header { kind, call: *call, step: self.transfers, len_bytes, transfer_bytes }.emit();
+        let header = Header { len_bytes, transfer_bytes, address, ..Header::bare(kind, *call, self.transfers) };
+        self.header = header.emit();
         self.header_left = HEADER_BYTES;
-        self.is_announce = kind == FrameKind::Announce;
+        self.bare = (kind == FrameKind::Announce).then_some(kind);
+        self.is_reference = kind == FrameKind::Reference;
         self.announced = true;
+    }
+
+    fn begin_switch(&mut self, switch: &Switch) {
+        let len = switch.len_bytes;
+        self.header[HEADER_BYTES - len..].copy_from_slice(&switch.bytes[..len]);
+        self.header_left = len;
+        (self.bare, self.switch) = (Some(FrameKind::Shared), None);
     }
 }
 
@@ -283,3 +477,10 @@ pub(super) fn write(stream: &TcpStream, head: &[u8], body: &[u8]) -> IoOutcome {
         }
     }
 }
+
+/// Bytes of a reference copied by one system call, so that an operation notices an abort meanwhile.
+const COPY_MAX_BYTES: usize = 1 << 20;
+/// The period of addresses after which stores and loads disturb each other.
+pub(super) const PAGE_BYTES: usize = 4096;
+/// How far a destination has to be ahead of its source within that.
+const SLOW_BELOW_BYTES: usize = 64;

@@ -118,7 +118,7 @@ impl<'a> Memory<'a> {
             let len = per_piece.min(local.from.span.len - start);
             let piece = local.from.buffer.at(Span { start: local.from.span.start + start, len });
             let bytes = &mut scratch[..len * each];
-            bytes.copy_from_slice(self.outgoing(piece));
+            copy_bytes(bytes, self.outgoing(piece));
             self.land(local.from.buffer, &local.landing, start, bytes, spare);
         }
     }
@@ -128,7 +128,7 @@ impl<'a> Memory<'a> {
         let (store, range) = fused.to.clone();
         let ranks = self.ranks;
         let Some(kernel) = self.kernel else {
-            self.target(store, range).copy_from_slice(piece);
+            copy_bytes(self.target(store, range), piece);
             return;
         };
         // Accumulators are kept in the result's place if they fit there.
@@ -173,11 +173,11 @@ impl<'a> Memory<'a> {
     /// Copy bytes unchanged.
     fn copy(&mut self, (source, from): (Store, Range<usize>), (target, to): (Store, Range<usize>)) {
         match (source, target) {
-            (Store::User, Store::Work) => self.work[to].copy_from_slice(&self.user[from]),
+            (Store::User, Store::Work) => copy_bytes(&mut self.work[to], &self.user[from]),
             (Store::Work, Store::Work) => self.work.copy_within(from, to.start),
-            (Store::Input, Store::Work) => self.work[to].copy_from_slice(&self.input[from]),
-            (Store::Work, _) => self.user[to].copy_from_slice(&self.work[from]),
-            (Store::Input, _) => self.user[to].copy_from_slice(&self.input[from]),
+            (Store::Input, Store::Work) => copy_bytes(&mut self.work[to], &self.input[from]),
+            (Store::Work, _) => copy_bytes(&mut self.user[to], &self.work[from]),
+            (Store::Input, _) => copy_bytes(&mut self.user[to], &self.input[from]),
             (Store::User, _) if from == to => {}
             (Store::User, _) => self.user.copy_within(from, to.start),
         }
@@ -195,3 +195,14 @@ impl<'a> Memory<'a> {
         if store == Store::Work { &mut self.work[range] } else { &mut self.user[range] }
     }
 }
+
+/// Copy bytes in pieces for which the C library uses vectors. It copies longer ones by `rep movsb`, which some
+/// processors do byte by byte if the destination begins just after the source in its page (glibc, bug 30994).
+pub(super) fn copy_bytes(to: &mut [u8], from: &[u8]) {
+    assert_eq!(to.len(), from.len(), "a copy fills its destination");
+    let pieces = to.chunks_mut(PIECE_BYTES).zip(from.chunks(PIECE_BYTES));
+    pieces.for_each(|(to, from)| to.copy_from_slice(from));
+}
+
+/// Below the length from which glibc uses `rep movsb` (`x86_rep_movsb_threshold`, 2 KiB for the narrowest vectors).
+const PIECE_BYTES: usize = 1024;

@@ -11,10 +11,12 @@ use super::auth::{
 };
 use super::error::{ExecError, MeshError};
 use super::handshake::Pending;
-use super::link::{IoOutcome, Link, State, write};
+use super::link::{IoOutcome, Link, PAGE_BYTES, State, write};
 use super::message::Messages;
 use super::poll::PollTarget;
+use super::poll_backoff::policy;
 use super::run::Progress;
+use super::sharing::Sharing;
 use crate::schedule::Place;
 use crate::secret::JobSecret;
 use rustix::event::PollFd;
@@ -22,6 +24,16 @@ use std::io::ErrorKind;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::Instant;
 use sumac_hal::ids::Rank;
+use sumac_hal::ring::SpinPolicy;
+
+/// Whether ranks of one machine use shared memory between them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SharedMemory {
+    /// They do, where the kernel permits it and both want to.
+    Use,
+    /// They use TCP, as between machines.
+    Avoid,
+}
 
 /// One rank's connections to the others.
 #[derive(Debug)]
@@ -38,6 +50,10 @@ pub struct Mesh {
     pub(super) announcements: Vec<(Rank, TcpStream)>,
     /// Point-to-point messages.
     pub(super) messages: Messages,
+    /// How memory is shared with other ranks, or why it is not.
+    pub(super) sharing: Result<Sharing, String>,
+    /// How this rank waits.
+    pub(super) waiting: SpinPolicy,
     pub(super) poisoned: Option<ExecError>,
     pub(super) refusals: RefusalCount,
     /// The number of one-shot connections that this rank has made.
@@ -62,6 +78,7 @@ impl Mesh {
     ///
     /// `addresses` holds each rank's listener, in rank order. It must be complete only now: bind the listener first,
     /// publish its address, then collect the others'. All ranks have the same `secret`, and no other mesh has it.
+    /// `memory` says whether connections between ranks of one machine go through shared memory.
     ///
     /// # Errors
     /// [`MeshError`] if there is not one address for each rank, or the listener is unusable.
@@ -70,12 +87,21 @@ impl Mesh {
         secret: JobSecret,
         listener: TcpListener,
         addresses: Vec<SocketAddr>,
+        memory: SharedMemory,
     ) -> Result<Self, MeshError> {
         if addresses.len() != place.ranks() as usize {
             return Err(MeshError::Addresses { addresses: addresses.len(), ranks: place.ranks() });
         }
         let acceptor = Acceptor::new(listener).map_err(MeshError::Listener)?;
+        let sharing = match memory {
+            SharedMemory::Use => Sharing::new(&secret, place.rank(), &addresses),
+            SharedMemory::Avoid => Err("it was not asked for".into()),
+        };
+        let own = addresses[place.rank().0 as usize].ip();
+        let ranks_here = addresses.iter().filter(|address| address.ip() == own).count();
         Ok(Self {
+            sharing,
+            waiting: policy(ranks_here),
             place,
             secret,
             acceptor,
@@ -89,7 +115,7 @@ impl Mesh {
             one_shots: 0,
             one_shots_seen: vec![0; place.ranks() as usize],
             sent_bytes: 0,
-            scratch: vec![0; SCRATCH_BYTES],
+            scratch: vec![0; SCRATCH_BYTES + PAGE_BYTES],
             spare: vec![0; SCRATCH_BYTES],
             work: Vec::new(),
             sends: Vec::new(),
@@ -154,7 +180,8 @@ impl Mesh {
         let channels =
             self.messages.out.iter().filter(|channel| !channel.posts.is_empty()).map(|channel| &channel.link);
         let dials = self.links.iter().chain(channels).filter(waits).filter_map(|link| link.redial.at());
-        dials.chain(self.acceptor.resume_at(now)).chain(self.hello_limit()).min()
+        let arrivals = self.sharing.as_ref().ok().and_then(|sharing| sharing.wake_at(now));
+        dials.chain(self.acceptor.resume_at(now)).chain(self.hello_limit()).chain(arrivals).min()
     }
 
     /// Return a connecting socket; `None` for a transient shortage that warrants a retry.
@@ -169,11 +196,20 @@ impl Mesh {
     /// Advance a dialled connection.
     pub(super) fn advance(&mut self, peer: Rank) -> Result<(), ExecError> {
         let own = self.rank();
-        advance(&mut self.links[peer.0 as usize], &self.secret, Purpose::Peer, (own, peer))
+        if advance(&mut self.links[peer.0 as usize], &self.secret, Purpose::Peer, (own, peer))? {
+            self.offer_memory(peer, Purpose::Peer);
+        }
+        Ok(())
+    }
+
+    /// Withdraw what peers have not copied yet, before it goes back to the caller.
+    pub(super) fn withdraw_references(&mut self) {
+        self.links.iter_mut().for_each(Link::withdraw_reference);
     }
 }
 
 /// Advance a dialled connection: send our hello, check the peer's answer and prove who we are, or take the verdict.
+/// Returns whether it is ready now.
 ///
 /// A connection that ends without a verdict may have been crowded out by unknown peers, so it is dialled again: if the
 /// peer is gone, that is refused.
@@ -182,27 +218,27 @@ pub(super) fn advance(
     secret: &JobSecret,
     purpose: Purpose,
     (own, peer): (Rank, Rank),
-) -> Result<(), ExecError> {
+) -> Result<bool, ExecError> {
     match &link.state {
-        State::Connecting(_) => greet(link, purpose, (own, peer)),
+        State::Connecting(_) => greet(link, purpose, (own, peer)).map(|()| false),
         State::AwaitingAnswer(..) => {
-            let Some(answer) = receive::<ANSWER_BYTES>(link) else { return Ok(()) };
-            let State::AwaitingAnswer(stream, dialler) = std::mem::take(&mut link.state) else { return Ok(()) };
+            let Some(answer) = receive::<ANSWER_BYTES>(link) else { return Ok(false) };
+            let State::AwaitingAnswer(stream, dialler) = std::mem::take(&mut link.state) else { return Ok(false) };
             let proof = dialler.prove(secret, &answer).map_err(|error| refused(error, (own, peer)))?;
             if write(&stream, &proof, &[]) == IoOutcome::Bytes(PROOF_BYTES) {
                 link.state = State::AwaitingVerdict(stream);
             } else {
                 link.dialled(None);
             }
-            Ok(())
+            Ok(false)
         }
         State::AwaitingVerdict(_) => {
-            let Some(verdict) = receive::<VERDICT_BYTES>(link) else { return Ok(()) };
+            let Some(verdict) = receive::<VERDICT_BYTES>(link) else { return Ok(false) };
             check_head(&verdict).map_err(|error| refused(error, (own, peer)))?;
             link.make_ready();
-            Ok(())
+            Ok(true)
         }
-        State::Idle | State::Ready(_) | State::Ended => Ok(()),
+        State::Idle | State::Ready(_) | State::Ended => Ok(false),
     }
 }
 

@@ -3,8 +3,9 @@
 //! Semantics:
 //! - The n-th message from a to b matches the n-th receive at b from a, independently of other ranks and schedules. Tag
 //!   and length must match the receive, or both ends get [`ExecError::Message`].
-//! - A send is complete when the kernel has its last byte, which may require the receiver's help: two ranks that send
-//!   each other large messages do so in one [`Transfer`], or post them.
+//! - A send is complete when the kernel has its last byte, or, in shared memory, the receiver has copied a long one.
+//!   That may require the receiver's help: two ranks that send each other large messages do so in one [`Transfer`], or
+//!   post them.
 //! - Posted messages ([`Mesh::post`]) progress during any call of this rank on the mesh, schedules included, and are
 //!   complete when [`take_complete`] returns them.
 //! - An error ends the mesh for all its ranks, as for schedules.
@@ -156,15 +157,10 @@ impl Messages {
     pub(super) fn interests(&self) -> impl Iterator<Item = (Rank, Direction, &TcpStream, PollFlags)> {
         let both = [(Direction::Send, &self.out), (Direction::Receive, &self.from)];
         both.into_iter().flat_map(|(direction, channels)| {
-            channels.iter().enumerate().filter(|(_, channel)| !channel.posts.is_empty()).filter_map(
-                move |(peer, channel)| {
-                    let interest = match (&channel.link.state, direction) {
-                        (State::Connecting(_), _) | (State::Ready(_), Direction::Send) => PollFlags::OUT,
-                        _ => PollFlags::IN,
-                    };
-                    channel.link.stream().map(|stream| (Rank(peer as u32), direction, stream, interest))
-                },
-            )
+            channels.iter().enumerate().filter_map(move |(peer, channel)| {
+                let (stream, interest) = channel.interest(direction)?;
+                Some((Rank(peer as u32), direction, stream, interest))
+            })
         })
     }
 
@@ -403,7 +399,10 @@ impl Run<'_> {
         is_done: &dyn Fn(&Mesh) -> bool,
         interrupt: &mut dyn Interrupt,
     ) -> Result<Status, Failure> {
-        let mut polls = PollBackoff::default();
+        let mut polls = PollBackoff::new(self.mesh.waiting);
+        if self.mesh.is_settling() && self.poll_sockets(false, interrupt)? == Status::Paused {
+            return Ok(Status::Paused);
+        }
         loop {
             let moved = self.drive_messages()?;
             if is_done(self.mesh) {
@@ -475,7 +474,11 @@ impl Run<'_> {
     pub(super) fn advance_channel(&mut self, peer: Rank) -> Result<(), Failure> {
         let own = self.mesh.rank();
         let link = &mut self.mesh.messages.out[peer.0 as usize].link;
-        Ok(super::mesh::advance(link, &self.mesh.secret, Purpose::PointToPoint, (own, peer))?)
+        link.check_socket(true);
+        if super::mesh::advance(link, &self.mesh.secret, Purpose::PointToPoint, (own, peer))? {
+            self.mesh.offer_memory(peer, Purpose::PointToPoint);
+        }
+        Ok(())
     }
 }
 

@@ -1,12 +1,25 @@
 //! Point-to-point messages: alone, beside schedules, and in every failure mode.
 
 use super::message::{Direction, Message, POSTS_MAX, Ticket, Transfer, poll, take_complete, wait};
-use super::tests::{LONG, all_reduce, context, meshes, on_ranks};
+use super::tests::{LONG, all_reduce, both_ways, context, meshes, on_ranks};
 use super::*;
 use crate::schedule::pairwise;
 use std::time::{Duration, Instant};
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
+
+both_ways! {
+    message_ring_of_any_length_does_not_deadlock,
+    nth_send_matches_nth_receive_beside_schedules,
+    receive_before_a_schedule_gets_message_posted_before_it,
+    tag_or_length_mismatch_is_the_same_error_on_every_rank,
+    message_deadline_fails_on_every_rank,
+    lost_peer_fails_sender_and_receiver,
+    peer_lost_before_opening_its_channel_is_named,
+    invalid_messages_are_refused_and_the_mesh_stays_usable,
+    ended_mesh_gives_the_memory_of_its_messages_back,
+    differing_all_to_all_counts_are_a_length_error,
+}
 
 fn payload(from: Rank, to: Rank, nth: usize, len_bytes: usize) -> Vec<u8> {
     let salt = from.0 as usize * 31 + to.0 as usize * 7 + nth * 3;
@@ -40,7 +53,6 @@ fn ones(mesh: &mut Mesh, op_index: u64) -> Result<(), ExecError> {
     Ok(())
 }
 
-#[test]
 fn message_ring_of_any_length_does_not_deadlock() {
     for ranks in [2_u32, 3, 5] {
         on_ranks(&mut meshes(ranks), |mesh| {
@@ -60,7 +72,6 @@ fn message_ring_of_any_length_does_not_deadlock() {
     }
 }
 
-#[test]
 fn nth_send_matches_nth_receive_beside_schedules() {
     let ranks = 4_u32;
     on_ranks(&mut meshes(ranks), |mesh| {
@@ -94,7 +105,6 @@ fn nth_send_matches_nth_receive_beside_schedules() {
     });
 }
 
-#[test]
 fn receive_before_a_schedule_gets_message_posted_before_it() {
     // On a single stream the message would wait behind frames that rank 1 cannot accept yet.
     let len_bytes = 8 << 20;
@@ -114,7 +124,6 @@ fn receive_before_a_schedule_gets_message_posted_before_it() {
     });
 }
 
-#[test]
 fn tag_or_length_mismatch_is_the_same_error_on_every_rank() {
     for (tag, len_bytes) in [(8, 100), (7, 101), (7, 0)] {
         let mut meshes = meshes(3);
@@ -135,7 +144,6 @@ fn tag_or_length_mismatch_is_the_same_error_on_every_rank() {
     }
 }
 
-#[test]
 fn message_deadline_fails_on_every_rank() {
     let mut meshes = meshes(3);
     let results = on_ranks(&mut meshes[..2], |mesh| {
@@ -149,7 +157,6 @@ fn message_deadline_fails_on_every_rank() {
     assert_eq!(ones(&mut meshes[2], 0), error);
 }
 
-#[test]
 fn lost_peer_fails_sender_and_receiver() {
     for direction in [Direction::Send, Direction::Receive] {
         let mut meshes = meshes(2);
@@ -184,7 +191,6 @@ fn lost_peer_fails_sender_and_receiver() {
     }
 }
 
-#[test]
 fn peer_lost_before_opening_its_channel_is_named() {
     let results = on_ranks(&mut meshes(2), |mesh| {
         ones(mesh, 0)?;
@@ -198,7 +204,6 @@ fn peer_lost_before_opening_its_channel_is_named() {
     assert_eq!(results, [Err(ExecError::RankLost { rank: Rank(1) }), Ok(())]);
 }
 
-#[test]
 fn invalid_messages_are_refused_and_the_mesh_stays_usable() {
     let results = on_ranks(&mut meshes(2), |mesh| {
         let own = mesh.place().rank();
@@ -227,7 +232,6 @@ fn invalid_messages_are_refused_and_the_mesh_stays_usable() {
     assert!(matches!(refused.map_err(|refused| refused.error), Err(ExecError::Invalid { .. })));
 }
 
-#[test]
 fn ended_mesh_gives_the_memory_of_its_messages_back() {
     let mut alone = meshes(2);
     let mesh = &mut alone[0];
@@ -241,7 +245,6 @@ fn ended_mesh_gives_the_memory_of_its_messages_back() {
     assert!(mesh.take_back(sent).is_none() && mesh.owned_by_messages() == (0, 0));
 }
 
-#[test]
 fn differing_all_to_all_counts_are_a_length_error() {
     for expected in [0_usize, 3, 5, 500_000] {
         let results = on_ranks(&mut meshes(3), |mesh| {

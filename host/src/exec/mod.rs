@@ -1,4 +1,4 @@
-//! Executes schedules between processes: CPU memory, over TCP.
+//! Executes schedules between processes: CPU memory, over TCP, and over shared memory between ranks of one machine.
 //!
 //! [`Mesh`] owns a rank's connections, and an [`Execution`] runs the rank's [`Schedule`](crate::schedule::Schedule)
 //! over them. [`message`] sends and receives between two ranks, also while a schedule runs. One thread, non-blocking
@@ -33,6 +33,8 @@ mod p2p;
 mod poll;
 mod poll_backoff;
 mod run;
+mod shared;
+mod sharing;
 
 #[cfg(test)]
 mod collective_tests;
@@ -41,10 +43,12 @@ mod failure_tests;
 #[cfg(test)]
 mod message_tests;
 #[cfg(test)]
+mod shared_tests;
+#[cfg(test)]
 pub(crate) mod tests;
 
 pub use crate::secret::JobSecret;
 pub use error::{Call, ExecError, MeshError, Refusal};
 pub use memory::Buffers;
-pub use mesh::Mesh;
+pub use mesh::{Mesh, SharedMemory};
 pub use run::{Context, Execution, Interrupt, NoInterrupt, Status, execute};

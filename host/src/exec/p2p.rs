@@ -5,16 +5,20 @@
 //! never arrive. On a channel, messages wait only for messages.
 //!
 //! The sender dials when it first has something to send. Each message is a header and its payload: magic `SMCM`, tag
-//! (u32), number on this channel (u64), length in bytes (u64), all little-endian.
+//! (u32), number on this channel (u64), length in bytes (u64), and the address of the payload in the sender's memory
+//! (u64), all little-endian. A payload with an address does not follow; the receiver copies it ([`super::shared`]). A
+//! header of zeros with magic `SMCS` says that what follows comes through shared memory.
 //!
 //! Invariant: the n-th message sent from a to b is the n-th received at b from a. Bytes are read off a channel only
 //! into a posted receive; until then they wait in the socket, and hold back the sender.
 
 use super::error::ExecError;
-use super::link::{IoOutcome, Link, State, write};
-use super::message::{Message, MessageBuffer, Ticket};
+use super::link::{IoOutcome, Link, State};
+use super::message::{Direction, Message, MessageBuffer, Ticket};
+use rustix::event::PollFlags;
 use std::collections::VecDeque;
 use std::fmt;
+use std::net::TcpStream;
 use sumac_hal::ids::Rank;
 
 /// Where the payload of a message is.
@@ -61,6 +65,8 @@ pub(super) struct P2pChannel {
     pub(super) posts: VecDeque<PostedMessage>,
     /// The number of complete messages.
     number: u64,
+    /// The address of the payload that is being sent, if it does not follow its header.
+    reference: Option<u64>,
 }
 
 impl fmt::Debug for P2pChannel {
@@ -76,6 +82,8 @@ struct Header {
     tag: u32,
     number: u64,
     len_bytes: u64,
+    /// Where the payload is in the sender's memory; 0 if it follows.
+    address: u64,
 }
 
 impl Header {
@@ -85,19 +93,37 @@ impl Header {
         bytes[4..8].copy_from_slice(&self.tag.to_le_bytes());
         bytes[8..16].copy_from_slice(&self.number.to_le_bytes());
         bytes[16..24].copy_from_slice(&self.len_bytes.to_le_bytes());
+        bytes[24..32].copy_from_slice(&self.address.to_le_bytes());
         bytes
     }
 
     fn parse(bytes: &[u8; HEADER_BYTES]) -> Option<Self> {
         let long = |at: usize| u64::from_le_bytes(std::array::from_fn(|index| bytes[at + index]));
         let tag = u32::from_le_bytes(std::array::from_fn(|index| bytes[4 + index]));
-        (bytes[0..4] == MAGIC).then(|| Self { tag, number: long(8), len_bytes: long(16) })
+        (bytes[0..4] == MAGIC).then(|| Self { tag, number: long(8), len_bytes: long(16), address: long(24) })
     }
 }
 
 impl P2pChannel {
-    /// Send what the socket accepts. Complete messages go to `done`; returns the number of payload bytes moved, if any
-    /// byte was.
+    /// Return the stream to poll for an open message, and the poll interest.
+    pub(super) fn interest(&self, direction: Direction) -> Option<(&TcpStream, PollFlags)> {
+        let interest = match (&self.link.state, direction) {
+            // What is left of it is in shared memory.
+            _ if self.posts.is_empty() || self.link.has_socket_ended() => return None,
+            (State::Connecting(_), _) => PollFlags::OUT,
+            (State::Ready(_), Direction::Send) if !self.link.tx.is_shared => PollFlags::OUT,
+            _ => PollFlags::IN,
+        };
+        self.link.stream().map(|stream| (stream, interest))
+    }
+
+    /// Return whether an open message can go on in shared memory.
+    pub(super) fn is_due(&mut self) -> bool {
+        !self.posts.is_empty() && (self.link.is_shared_readable() || self.link.is_shared_writable())
+    }
+
+    /// Send what the connection accepts. Complete messages go to `done`; returns the number of payload bytes moved, if
+    /// any byte was.
     pub(super) fn send(
         &mut self,
         to: Rank,
@@ -106,18 +132,17 @@ impl P2pChannel {
     ) -> Result<Option<usize>, ExecError> {
         let (mut payload, mut any) = (0, false);
         for _ in 0..CALLS_PER_TURN {
-            let (Some(post), State::Ready(stream)) = (self.posts.front(), &self.link.state) else { break };
+            let (Some(post), State::Ready(_)) = (self.posts.front(), &self.link.state) else { break };
             let bytes = post.bytes(borrowed);
-            let header = Header { tag: post.tag, number: self.number, len_bytes: bytes.len() as u64 }.emit();
-            let at = post.moved_bytes;
-            let n = match write(stream, &header[at.min(HEADER_BYTES)..], &bytes[at.saturating_sub(HEADER_BYTES)..]) {
+            let (at, len) = (post.moved_bytes, bytes.len());
+            let n = match send_some(&mut self.link, &mut self.reference, (post.tag, self.number), bytes, at) {
                 IoOutcome::WouldBlock => break,
                 IoOutcome::Ended => return Err(ExecError::RankLost { rank: to }),
                 IoOutcome::Bytes(n) => n,
             };
             any = true;
             payload += (at + n).saturating_sub(HEADER_BYTES) - at.saturating_sub(HEADER_BYTES);
-            if self.advance(n, HEADER_BYTES + bytes.len()) {
+            if self.advance(n, HEADER_BYTES + len) {
                 self.posts.pop_front().into_iter().for_each(&mut *done);
             }
         }
@@ -141,11 +166,19 @@ impl P2pChannel {
             let expected = post.bytes(borrowed).len();
             let moved = if post.moved_bytes < HEADER_BYTES {
                 match self.link.fill_header(HEADER_BYTES) {
+                    IoOutcome::Bytes(_) if self.link.rx.bytes[..HEADER_BYTES] == SWITCH => {
+                        if !self.link.switch_rx() {
+                            return Err(ExecError::protocol(from, "a switch to shared memory that is not shared"));
+                        }
+                        any = true;
+                        continue;
+                    }
                     IoOutcome::Bytes(n) => {
                         let header = Header::parse(&std::array::from_fn(|index| self.link.rx.bytes[index]));
                         let header =
                             header.ok_or_else(|| ExecError::protocol(from, "a message without a valid header"))?;
-                        let wanted = Header { tag: post.tag, number: self.number, len_bytes: expected as u64 };
+                        let address = header.address;
+                        let wanted = Header { tag: post.tag, number: self.number, len_bytes: expected as u64, address };
                         if header != wanted {
                             return Err(ExecError::Message {
                                 from,
@@ -156,6 +189,7 @@ impl P2pChannel {
                             });
                         }
                         self.link.rx.left_bytes = expected;
+                        self.link.rx.reference = (address != 0 && expected != 0).then_some(address);
                         IoOutcome::Bytes(n)
                     }
                     other => other,
@@ -191,8 +225,37 @@ impl P2pChannel {
     }
 }
 
+/// Send the header or the payload of a message, of which `at` bytes are out, or see whether it was copied.
+fn send_some(
+    link: &mut Link,
+    reference: &mut Option<u64>,
+    (tag, number): (u32, u64),
+    bytes: &[u8],
+    at: usize,
+) -> IoOutcome {
+    if let Some(number) = link.tx.reference {
+        return link.finish_reference(number);
+    }
+    if at == 0 {
+        match link.flush_bare() {
+            IoOutcome::Bytes(_) => {}
+            other => return other,
+        }
+        *reference = link.sends_reference(bytes.len()).then(|| bytes.as_ptr().expose_provenance() as u64);
+    }
+    let header = Header { tag, number, len_bytes: bytes.len() as u64, address: reference.unwrap_or(0) }.emit();
+    let body = if reference.is_some() { &[] } else { &bytes[at.saturating_sub(HEADER_BYTES)..] };
+    let sent = link.write(&header[at.min(HEADER_BYTES)..], body);
+    if reference.is_some() && matches!(sent, IoOutcome::Bytes(n) if at + n == HEADER_BYTES) {
+        link.begin_reference(bytes.len());
+    }
+    sent
+}
+
 const MAGIC: [u8; 4] = *b"SMCM";
-const HEADER_BYTES: usize = 24;
+const HEADER_BYTES: usize = 32;
+/// The header after which a channel goes through shared memory.
+pub(super) const SWITCH: [u8; HEADER_BYTES] = *b"SMCS\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0";
 /// System calls on one channel before the others get their turn.
 const CALLS_PER_TURN: usize = 8;
 
@@ -202,8 +265,9 @@ mod tests {
 
     #[test]
     fn header_has_golden_bytes() {
-        let header = Header { tag: 0x0102_0304, number: 0x1112, len_bytes: 0x2122_2324_2526 };
-        let golden = *b"SMCM\x04\x03\x02\x01\x12\x11\0\0\0\0\0\0\x26\x25\x24\x23\x22\x21\0\0";
+        let header = Header { tag: 0x0102_0304, number: 0x1112, len_bytes: 0x2122_2324_2526, address: 0x3132 };
+        let golden = *b"SMCM\x04\x03\x02\x01\x12\x11\0\0\0\0\0\0\x26\x25\x24\x23\x22\x21\0\0\
+                        \x32\x31\0\0\0\0\0\0";
         assert_eq!(header.emit(), golden);
         assert_eq!(Header::parse(&golden), Some(header));
         assert_eq!(Header::parse(&[0; HEADER_BYTES]), None);

@@ -3,12 +3,16 @@
 //! It covers the listener, pending connections, every link and the caller's interrupt. It omits only a link with a
 //! frame that must wait for its step: its peer is ahead, so nothing that this rank still needs follows that frame, and
 //! a rank that does need the peer is notified by it directly.
+//!
+//! What arrives through shared memory makes no descriptor readable. A rank that is about to sleep arms the doorbells of
+//! its connections, looks once more, and then polls the eventfd that its peers ring too.
 
 use super::error::ExecError;
 use super::frame::FrameKind;
 use super::handshake::HandshakeOutcome;
 use super::link::State;
-use super::message::Direction;
+use super::message::{Direction, Messages};
+use super::p2p::P2pChannel;
 use super::run::{Failure, Interrupt, Run, Status, is_next, open};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::time::{Duration, Instant};
@@ -18,6 +22,14 @@ use sumac_hal::ids::Rank;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum PollTarget {
     Listener,
+    /// The socket over which shared memory is handed over.
+    SharedListener,
+    /// An offer of shared memory, by index.
+    Offer(usize),
+    /// Memory that is arriving, by index.
+    Arrival(usize),
+    /// The eventfd that peers ring through shared memory.
+    Bell,
     /// A pending connection, by index.
     Pending(usize),
     Link(Rank),
@@ -49,13 +61,19 @@ impl Run<'_> {
         let until = self.announce_timer.expires_at(now).map_or(until, |at| at.min(until));
         self.mesh.redial(now)?;
         self.expire(now)?;
+        self.mesh.expire_arrivals(now);
         let until = self.mesh.wake_at(now).map_or(until, |at| at.min(until));
-        let timeout = if block { until.saturating_duration_since(now) } else { Duration::ZERO };
+        let sleeps = block && self.arm_bells();
+        let timeout = if sleeps { until.saturating_duration_since(now) } else { Duration::ZERO };
         let timeout = Timespec {
             tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
             tv_nsec: timeout.subsec_nanos().into(),
         };
         self.collect_ready(&timeout, interrupt)?;
+        if block {
+            self.mesh.shared_ends().for_each(|shared| shared.disarm());
+        }
+        self.collect_shared();
         if block
             && self.mesh.ready.is_empty()
             && self.announce_timer.expires_at(now).is_some_and(|at| at <= Instant::now())
@@ -69,12 +87,18 @@ impl Run<'_> {
                 PollTarget::Interrupt if interrupt.check()?.is_break() => status = Status::Paused,
                 PollTarget::Interrupt => {}
                 PollTarget::Listener => self.accept(now)?,
+                PollTarget::SharedListener => self.mesh.accept_memory(now),
+                PollTarget::Offer(index) => self.mesh.advance_offer(index),
+                PollTarget::Arrival(index) => self.mesh.advance_arrival(index),
+                PollTarget::Bell => self.mesh.clear_bell(),
                 PollTarget::Pending(index) => self.process_pending(index)?,
                 PollTarget::Announcement(index) => self.send_announce(index)?,
                 PollTarget::Link(peer) => self.serve_link(peer)?,
                 PollTarget::Channel(peer, Direction::Send) => self.advance_channel(peer)?,
                 // The next round moves the bytes.
-                PollTarget::Channel(_, Direction::Receive) => {}
+                PollTarget::Channel(peer, Direction::Receive) => {
+                    self.mesh.messages.from[peer.0 as usize].link.check_socket(false);
+                }
             }
         }
         Ok(status)
@@ -91,6 +115,22 @@ impl Run<'_> {
         if mesh.acceptor.resume_at(Instant::now()).is_none() {
             fds.push(PollFd::new(mesh.acceptor.listener(), readable));
             ready.push(PollTarget::Listener);
+        }
+        if let Ok(sharing) = &mesh.sharing {
+            if sharing.accepts(Instant::now()) {
+                fds.push(PollFd::new(&sharing.listener, readable));
+                ready.push(PollTarget::SharedListener);
+            }
+            fds.push(PollFd::new(&sharing.bell, readable));
+            ready.push(PollTarget::Bell);
+            for (index, offer) in sharing.offers.iter().enumerate() {
+                fds.push(PollFd::new(&offer.connection, readable));
+                ready.push(PollTarget::Offer(index));
+            }
+            for (index, arrival) in sharing.arrivals.iter().enumerate() {
+                fds.push(PollFd::new(&arrival.connection, readable));
+                ready.push(PollTarget::Arrival(index));
+            }
         }
         for (index, link) in mesh.links.iter().enumerate() {
             let peer = Rank(index as u32);
@@ -127,6 +167,36 @@ impl Run<'_> {
         }
     }
 
+    /// Arm the doorbells of all connections in shared memory. Returns false if one of them has something to do.
+    fn arm_bells(&mut self) -> bool {
+        self.mesh.shared_ends().for_each(|shared| shared.arm());
+        let is_link_due = (0..self.mesh.links.len()).any(|index| self.is_link_due(Rank(index as u32)));
+        let Messages { out, from, .. } = &mut self.mesh.messages;
+        !is_link_due && !out.iter_mut().chain(from).any(P2pChannel::is_due)
+    }
+
+    /// Add the links whose peers have sent something through shared memory that the step does not receive.
+    fn collect_shared(&mut self) {
+        for index in 0..self.mesh.links.len() {
+            let peer = Rank(index as u32);
+            if self.is_link_readable(peer) && !self.mesh.ready.contains(&PollTarget::Link(peer)) {
+                self.mesh.ready.push(PollTarget::Link(peer));
+            }
+        }
+    }
+
+    /// Return whether a link in shared memory has something to read or room to write that the operation needs.
+    fn is_link_due(&mut self, peer: Rank) -> bool {
+        let sends = open(self.step.sends, &self.mesh.sends).any(|send| send.peer == peer);
+        self.is_link_readable(peer) || sends && self.mesh.links[peer.0 as usize].is_shared_writable()
+    }
+
+    fn is_link_readable(&mut self, peer: Rank) -> bool {
+        let held = self.mesh.links[peer.0 as usize].rx.frame.is_some_and(|header| header.kind != FrameKind::Abort);
+        let wanted = !held || self.receives_from(peer);
+        wanted && self.mesh.links[peer.0 as usize].is_shared_readable()
+    }
+
     /// Process a pending connection.
     pub(super) fn process_pending(&mut self, index: usize) -> Result<(), Failure> {
         match self.mesh.advance_handshake(index) {
@@ -149,11 +219,20 @@ impl Run<'_> {
             State::Idle | State::Ended => PollFlags::empty(),
             State::Connecting(_) => PollFlags::OUT,
             State::AwaitingAnswer(..) | State::AwaitingVerdict(_) => PollFlags::IN,
+            State::Ready(_) if link.rx.is_shared => {
+                // Readable at its end, which may come before what is left in shared memory is read.
+                let mut interest = PollFlags::empty();
+                interest.set(PollFlags::IN, !link.has_socket_ended());
+                let sends = open(self.step.sends, &self.mesh.sends).any(|send| send.peer == peer);
+                interest.set(PollFlags::OUT, sends && !link.tx.is_shared);
+                interest
+            }
             State::Ready(_) => {
                 let held = link.rx.frame.is_some_and(|header| header.kind != FrameKind::Abort);
                 let mut interest = PollFlags::empty();
                 interest.set(PollFlags::IN, !held || self.receives_from(peer));
-                interest.set(PollFlags::OUT, open(self.step.sends, &self.mesh.sends).any(|send| send.peer == peer));
+                let sends = open(self.step.sends, &self.mesh.sends).any(|send| send.peer == peer);
+                interest.set(PollFlags::OUT, sends && !link.tx.is_shared);
                 interest
             }
         }
@@ -161,6 +240,7 @@ impl Run<'_> {
 
     /// Serve a ready link that the step does not receive from.
     fn serve_link(&mut self, peer: Rank) -> Result<(), Failure> {
+        self.mesh.links[peer.0 as usize].check_socket(false);
         let link = &self.mesh.links[peer.0 as usize];
         match (&link.state, link.rx.frame) {
             (State::Connecting(_) | State::AwaitingAnswer(..) | State::AwaitingVerdict(_), _) => {

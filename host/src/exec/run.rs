@@ -12,7 +12,7 @@ use super::announce::RetryTimer;
 use super::error::{Call, ExecError};
 use super::frame::FrameKind;
 use super::link::{IoOutcome, State};
-use super::memory::{Buffers, Memory};
+use super::memory::{Buffers, Memory, copy_bytes};
 use super::mesh::Mesh;
 use super::message::Message;
 use super::poll_backoff::{NextPoll, PollBackoff};
@@ -141,6 +141,8 @@ impl<'a> Execution<'a> {
 impl Drop for Execution<'_> {
     fn drop(&mut self) {
         self.0.mesh.work = std::mem::take(&mut self.0.memory.work);
+        // The caller gets its memory back, even in the middle of an operation.
+        self.0.mesh.withdraw_references();
     }
 }
 
@@ -212,7 +214,7 @@ impl<'a> Run<'a> {
         borrowed: Vec<Message<'a>>,
         messages_only: bool,
     ) -> Self {
-        let (step, polls, announce_timer) = (Step::default(), PollBackoff::default(), RetryTimer::default());
+        let (step, polls, announce_timer) = (Step::default(), PollBackoff::new(mesh.waiting), RetryTimer::default());
         let (is_begun, index) = (false, 0);
         Self {
             mesh,
@@ -242,6 +244,9 @@ impl<'a> Run<'a> {
     fn run_steps(&mut self, interrupt: &mut dyn Interrupt) -> Result<Status, Failure> {
         if !std::mem::replace(&mut self.is_begun, true) {
             self.begin()?;
+            if self.mesh.is_settling() && self.poll_sockets(false, interrupt)? == Status::Paused {
+                return Ok(Status::Paused);
+            }
         }
         while self.index < self.schedule.len() {
             while !self.is_step_done() {
@@ -261,6 +266,10 @@ impl<'a> Run<'a> {
     pub(super) fn wait(&mut self, next: NextPoll, interrupt: &mut dyn Interrupt) -> Result<Status, Failure> {
         match next {
             NextPoll::Continue => Ok(Status::Done),
+            NextPoll::Spin => {
+                std::hint::spin_loop();
+                Ok(Status::Done)
+            }
             NextPoll::Yield => {
                 std::thread::yield_now();
                 Ok(Status::Done)
@@ -387,7 +396,8 @@ impl<'a> Run<'a> {
             match self.land(slot, &recv) {
                 IoOutcome::Bytes(n) => self.mesh.recvs[slot].bytes += n,
                 IoOutcome::WouldBlock => return Ok(false),
-                IoOutcome::Ended => return Err(ExecError::RankLost { rank: peer }.into()),
+                // The peer may have withdrawn the payload, and say why.
+                IoOutcome::Ended => return Err(self.closing_error(peer)),
             }
         }
         let rx = &mut self.mesh.links[index].rx;
@@ -405,11 +415,19 @@ impl<'a> Run<'a> {
     fn land(&mut self, slot: usize, recv: &Recv) -> IoOutcome {
         let link = &mut self.mesh.links[recv.peer.0 as usize];
         let at_bytes = self.mesh.recvs[slot].bytes;
-        if let Some(place) = self.memory.direct(recv) {
-            return link.read_payload(&mut place[at_bytes..]);
-        }
         let carried = link.rx.carry_len;
-        let scratch = &mut self.mesh.scratch;
+        let scratch = link.aligned(&mut self.mesh.scratch, carried);
+        if let Some(place) = self.memory.direct(recv) {
+            let place = &mut place[at_bytes..];
+            if link.is_fast_to(place) {
+                return link.read_payload(place);
+            }
+            let moved = link.read_payload(scratch);
+            if let IoOutcome::Bytes(n) = moved {
+                copy_bytes(&mut place[..n], &scratch[..n]);
+            }
+            return moved;
+        }
         scratch[..carried].copy_from_slice(&link.rx.carry[..carried]);
         let moved = link.read_payload(&mut scratch[carried..]);
         let IoOutcome::Bytes(n) = moved else { return moved };

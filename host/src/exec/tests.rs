@@ -1,10 +1,12 @@
 //! Meshes between threads over loopback TCP: values against an independent oracle.
 
 use super::*;
-use crate::schedule::{Place, Schedule, halving_doubling, ring};
+use crate::schedule::{Place, Schedule, halving_doubling, pairwise, ring};
+use std::cell::Cell;
 use std::net::{SocketAddr, TcpListener};
 use std::thread;
 use std::time::{Duration, Instant};
+use sumac_hal::ids::Rank;
 use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
 use sumac_hal::reduce::Kernel;
 
@@ -19,16 +21,66 @@ type Algorithm = fn(Place, usize) -> Schedule;
 pub(crate) const BOTH: [(Path, Algorithm); 2] =
     [(Path::Ring, ring::all_reduce), (Path::HalvingDoubling, halving_doubling::all_reduce)];
 
+thread_local! {
+    static MEMORY: Cell<SharedMemory> = const { Cell::new(SharedMemory::Use) };
+}
+
+/// Make two tests of each of these functions: over TCP, and with shared memory.
+macro_rules! both_ways {
+    ($($name:ident),* $(,)?) => {$(
+        mod $name {
+            #[test]
+            fn over_tcp() {
+                crate::exec::tests::with_memory(crate::exec::SharedMemory::Avoid, super::$name);
+            }
+
+            #[test]
+            fn in_shared_memory() {
+                crate::exec::tests::with_memory(crate::exec::SharedMemory::Use, super::$name);
+            }
+        }
+    )*};
+}
+pub(crate) use both_ways;
+
+/// Run a test whose meshes share memory, or don't.
+pub(crate) fn with_memory(memory: SharedMemory, test: impl FnOnce()) {
+    MEMORY.set(memory);
+    test();
+}
+
 pub(crate) fn meshes(ranks: u32) -> Vec<Mesh> {
     meshes_with(&vec![secret(); ranks as usize])
+}
+
+/// Return meshes whose links are all connected; in shared memory, if the test asks for it.
+pub(crate) fn connected_meshes(ranks: u32) -> Vec<Mesh> {
+    let mut meshes = meshes(ranks);
+    for _ in 0..1000 {
+        on_ranks(&mut meshes, |mesh| {
+            let schedule = pairwise::all_to_all(mesh.place(), ranks as usize);
+            let ctx = context(0, OpDesc::all_reduce(Dtype::U8, ReduceOp::Sum, 1), Path::Ring);
+            let (input, mut output) = (vec![1; ranks as usize], vec![0; ranks as usize]);
+            let buffers = Buffers::Separate { input: &input, output: &mut output };
+            execute(mesh, &schedule, None, buffers, &ctx, &mut NoInterrupt).expect("no error");
+        });
+        let expected = if MEMORY.get() == SharedMemory::Use { ranks as usize - 1 } else { 0 };
+        if meshes.iter().all(|mesh| mesh.shared_links() == (expected, ranks as usize - 1)) {
+            return meshes;
+        }
+    }
+    panic!(
+        "{:?}",
+        meshes.iter().map(|mesh| (mesh.shared_links(), mesh.foreign_dropped(), &mesh.sharing)).collect::<Vec<_>>()
+    );
 }
 
 pub(crate) fn meshes_with(secrets: &[JobSecret]) -> Vec<Mesh> {
     let listeners: Vec<_> = secrets.iter().map(|_| TcpListener::bind("127.0.0.1:0").expect("loopback")).collect();
     let addresses: Vec<SocketAddr> = listeners.iter().map(|listener| listener.local_addr().expect("bound")).collect();
-    let places = Place::all(secrets.len() as u32);
+    let (places, memory) = (Place::all(secrets.len() as u32), MEMORY.get());
     let mesh = |((place, listener), secret): (_, &JobSecret)| {
-        Mesh::new(place, secret.clone(), listener, addresses.clone()).expect("a mesh")
+        Mesh::new(place, secret.clone(), listener, addresses.clone(), memory).expect("a mesh")
     };
     places.zip(listeners).zip(secrets).map(mesh).collect()
 }
@@ -139,14 +191,22 @@ pub(crate) fn expected(dtype: Dtype, op: ReduceOp, ranks: u32, element: usize) -
     bytes
 }
 
+both_ways! {
+    every_type_operator_and_count_gives_the_reduction,
+    results_match_the_proved_expression_bit_for_bit,
+    sixteen_bit_floats_are_rounded_once,
+    nan_result_is_canonical_even_with_one_rank,
+    sends_beyond_socket_buffers_do_not_deadlock,
+}
+
 fn counts(ranks: u32) -> Vec<usize> {
     vec![0, 1, ranks as usize - 1, ranks as usize, 777, 40_001]
 }
 
-use sumac_hal::ids::Rank;
-#[test]
 fn every_type_operator_and_count_gives_the_reduction() {
-    for ranks in 1..=9_u32 {
+    // What lies between the ranks matters little here.
+    let numbers: &[u32] = if MEMORY.get() == SharedMemory::Use { &[1, 2, 3, 4, 6, 9] } else { &[2, 5, 8] };
+    for &ranks in numbers {
         let mut meshes = meshes(ranks);
         on_ranks(&mut meshes, |mesh| {
             let mut op_index = 0;
@@ -174,7 +234,6 @@ fn every_type_operator_and_count_gives_the_reduction() {
     }
 }
 
-#[test]
 fn results_match_the_proved_expression_bit_for_bit() {
     use crate::schedule::check::{Goal, check};
     let count = 1000;
@@ -205,7 +264,6 @@ fn results_match_the_proved_expression_bit_for_bit() {
     }
 }
 
-#[test]
 fn sixteen_bit_floats_are_rounded_once() {
     // 256 + 1 is 256 in bfloat16; 256 + 1 + 1 is 258, if the partial sum is not rounded.
     for (path, _) in BOTH {
@@ -219,7 +277,6 @@ fn sixteen_bit_floats_are_rounded_once() {
     }
 }
 
-#[test]
 fn nan_result_is_canonical_even_with_one_rank() {
     for ranks in [1, 2, 3] {
         let results = on_ranks(&mut meshes(ranks), |mesh| {
@@ -234,7 +291,6 @@ fn nan_result_is_canonical_even_with_one_rank() {
     }
 }
 
-#[test]
 fn sends_beyond_socket_buffers_do_not_deadlock() {
     let bytes = 32 << 20;
     for (path, _) in BOTH {

@@ -194,7 +194,7 @@ fn half_open_connections_are_closed_at_the_limit() {
 fn recorded_one_shot_is_refused() {
     let mut meshes = meshes(3);
     let call = Call::new(Rank(0), 0, 0, &OpDesc::barrier(), Path::Ring);
-    let header = Header { kind: FrameKind::Announce, call, step: 0, len_bytes: 0, transfer_bytes: 0 }.emit();
+    let header = Header::bare(FrameKind::Announce, call, 0).emit();
     let abort = AbortFrame::new(call, &ExecError::RankLost { rank: Rank(2) });
     let first = meshes[0].one_shot(Rank(1), &header).expect("random bytes");
     let second = meshes[0].one_shot(Rank(1), abort.bytes()).expect("random bytes");

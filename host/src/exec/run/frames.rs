@@ -1,6 +1,7 @@
 //! Frames of a run: headers, and whether they belong to the operation; aborts, and why a peer stopped reading.
 
 use super::{Failure, Run};
+use crate::exec::auth::Purpose;
 use crate::exec::error::{Call, ExecError};
 use crate::exec::frame::{AbortFrame, FrameKind, HEADER_BYTES, Header};
 use crate::exec::link::{IoOutcome, State};
@@ -9,22 +10,37 @@ use sumac_hal::ids::Rank;
 impl Run<'_> {
     /// Receive a header; `None` if it is not complete.
     pub(in crate::exec) fn receive_header(&mut self, peer: Rank) -> Result<Option<Header>, Failure> {
-        let link = &mut self.mesh.links[peer.0 as usize];
-        match link.fill_header(HEADER_BYTES) {
-            IoOutcome::WouldBlock => return Ok(None),
-            IoOutcome::Ended => {
-                link.state = State::Ended;
-                return if self.needs(peer) || self.mesh.messages.awaits_channel(peer) {
-                    Err(ExecError::RankLost { rank: peer }.into())
-                } else {
-                    Ok(None)
-                };
+        let mut header = loop {
+            let link = &mut self.mesh.links[peer.0 as usize];
+            match link.fill_header(HEADER_BYTES) {
+                IoOutcome::WouldBlock => return Ok(None),
+                IoOutcome::Ended => {
+                    link.state = State::Ended;
+                    return if self.needs(peer) || self.mesh.messages.awaits_channel(peer) {
+                        Err(ExecError::RankLost { rank: peer }.into())
+                    } else {
+                        Ok(None)
+                    };
+                }
+                IoOutcome::Bytes(_) => {}
             }
-            IoOutcome::Bytes(_) => {}
-        }
-        let header = Header::parse(peer, &link.rx.header())?;
-        link.rx.frame = Some(header);
+            let header = Header::parse(peer, &link.rx.header())?;
+            if header.kind != FrameKind::Shared {
+                break header;
+            }
+            // The peer may have accepted the memory and switched before this rank has seen its answer.
+            self.mesh.finish_offer(peer, Purpose::Peer);
+            if !self.mesh.links[peer.0 as usize].switch_rx() {
+                return Err(ExecError::protocol(peer, "a switch to memory that is not shared").into());
+            }
+        };
+        let link = &mut self.mesh.links[peer.0 as usize];
         link.rx.left_bytes = header.len_bytes;
+        if header.kind == FrameKind::Reference {
+            link.rx.reference = Some(header.address);
+            header.kind = FrameKind::Data;
+        }
+        link.rx.frame = Some(header);
         self.check_frame(&header)?;
         Ok((header.kind == FrameKind::Data).then_some(header))
     }
@@ -81,6 +97,8 @@ impl Run<'_> {
     pub(in crate::exec) fn closing_error(&mut self, peer: Rank) -> Failure {
         let index = peer.0 as usize;
         loop {
+            // Its bytes do not come over the connection, and may be gone.
+            self.mesh.links[index].forget_reference();
             match self.mesh.links[index].rx.frame {
                 Some(Header { kind: FrameKind::Data | FrameKind::Announce, .. })
                     if self.mesh.links[index].rx.left_bytes == 0 =>
