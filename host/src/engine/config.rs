@@ -151,12 +151,12 @@ impl JoinConfig {
         }
     }
 
-    /// Choose among the controller's addresses, and the address to bind to.
     /// Return whether connections to ranks of this machine go through shared memory.
     pub(super) const fn shared_memory(&self) -> SharedMemory {
         if matches!(self.transport, Transport::Udp) { SharedMemory::Avoid } else { SharedMemory::Use }
     }
 
+    /// Choose among the controller's addresses, and the address to bind to.
     pub(super) fn choose_addresses(&mut self) -> Result<(), LocalAddressError> {
         let reachable = first_reachable(self.controller, &self.controller_alternatives);
         if let Some(other) = self.controller_alternatives.iter_mut().find(|addr| **addr == reachable) {

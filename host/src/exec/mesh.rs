@@ -97,6 +97,9 @@ impl Mesh {
             SharedMemory::Use => Sharing::new(&secret, place.rank(), &addresses),
             SharedMemory::Avoid => Err("it was not asked for".into()),
         };
+        if let (SharedMemory::Use, Err(why)) = (memory, &sharing) {
+            crate::log::info!(rank = %place.rank(), %why, "no memory shared with ranks of this machine: TCP");
+        }
         let own = addresses[place.rank().0 as usize].ip();
         let ranks_here = addresses.iter().filter(|address| address.ip() == own).count();
         Ok(Self {

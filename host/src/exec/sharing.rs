@@ -362,7 +362,8 @@ const ARRIVAL_LIMIT: Duration = Duration::from_secs(1);
 const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
 /// How long the kernel may take for an offer; none of its calls waits for the other rank.
 const OFFER_LIMIT: Duration = Duration::from_millis(100);
-/// The capacity of a stream: two frames' worth, and small enough for a core's cache.
+/// The capacity of a stream: twice the longest payload that goes through it where references are possible, and small
+/// enough for a core's cache.
 const CAPACITY_BYTES: u32 = 64 << 10;
-/// From this number of ranks on, streams are smaller.
+/// With more ranks, streams are smaller.
 const MANY_RANKS: usize = 32;
