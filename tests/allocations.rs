@@ -7,7 +7,8 @@ use common::{Cluster, over_udp, plain};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Barrier, Mutex, PoisonError};
-use sumac::{Algo, CallOptions, Communicator, ReduceOp, Transfer};
+use sumac::controller::ControllerConfig;
+use sumac::{Algo, CallOptions, Communicator, Dtype, OpDesc, ReduceOp, Transfer};
 
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
@@ -101,6 +102,40 @@ fn packet_call_allocates_nothing() {
     });
     for (size, fewest) in counted.into_iter().flatten() {
         assert_eq!(fewest, Some(0), "{size} elements");
+    }
+}
+
+/// Also without a tree, when each outcome has a reason; called, and prepared.
+#[test]
+fn host_collective_allocates_nothing() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    for devices in [0, 1] {
+        let cluster = Cluster::spare(devices, ControllerConfig::new());
+        let edge = Barrier::new(RANKS as usize);
+        let counted = cluster.run("schedules", RANKS, plain, |comm| {
+            let mut least = Vec::new();
+            for algo in [Algo::OneShot, Algo::Ring, Algo::Binomial] {
+                let options = CallOptions { algo: Some(algo), ..CallOptions::default() };
+                let mut values = vec![0_f32; 100];
+                let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Max, 100);
+                let mut prepared = comm.prepare(&desc, values.clone(), None, &options).expect("possible");
+                let mut work = || {
+                    for _ in 0..20 {
+                        let called = comm.all_reduce_with(&mut values, ReduceOp::Max, &options).expect("all-reduce");
+                        let again = prepared.run().expect("all-reduce");
+                        assert_eq!((&again.fallback, again.path), (&called.fallback, called.path));
+                    }
+                };
+                work();
+                let windows = (0..WINDOWS).map(|_| counted(&edge, &mut work));
+                least.push((algo, windows.min()));
+            }
+            comm.leave();
+            least
+        });
+        for (algo, fewest) in counted.into_iter().flatten() {
+            assert_eq!(fewest, Some(0), "{algo}, {devices} devices");
+        }
     }
 }
 

@@ -155,7 +155,7 @@ fn missing_device_is_reported_as_fallback() {
         let options = CallOptions { algo: Some(Algo::Tree), ..CallOptions::default() };
         let error = comm.all_reduce_with(&mut [1_i64], ReduceOp::Sum, &options).expect_err("no silent fallback");
         assert!(matches!(error, Error::NotPossible(_)) && error.to_string().contains("no device"), "{error}");
-        assert_eq!(comm.barrier().expect("barrier").path, Path::Dissemination);
+        assert_ne!(comm.barrier().expect("barrier").path, Path::Tree);
         comm.leave();
     });
     assert!(cluster.boards.is_empty());

@@ -40,11 +40,13 @@ MAY_DEPEND_ON = {
     "sumac-hal": set(),
     "sumac-device": {"sumac-hal"},
     "sumac": {"sumac-hal"},
+    "sumac-capi": {"sumac"},
     "sumac-firmware": {"sumac-hal", "sumac-device"},
     "sumac-bare": {"sumac-hal", "sumac-device"},
     "sumac-virtio": set(),
     "sumac-agent": {"sumac-hal", "sumac-firmware"},
     "sumac-cli": ANY,
+    "sumac-python": {"sumac"},
     "sumac-tests": ANY,
 }
 
@@ -79,7 +81,7 @@ FORBIDDEN_NAMES = [
 ]
 
 # Crates whose folders must not form dependency cycles.
-LAYERED = ["hal", "device", "host", "host/cli", "firmware"]
+LAYERED = ["hal", "device", "host", "host/capi", "host/cli", "firmware"]
 
 # (crate, folder) whose files must not form dependency cycles.
 LAYERED_FILES = [("host", "comm"), ("host", "engine"), ("host", "recovery")]

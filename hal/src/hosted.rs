@@ -83,6 +83,16 @@ impl HostedPort {
         }
     }
 
+    /// Return whether the port's device has failed, so that the port neither sends nor receives any more. Only RDMA
+    /// ports report this.
+    pub fn has_failed(&self) -> bool {
+        match self {
+            Self::Udp(_) => false,
+            #[cfg(feature = "verbs")]
+            Self::Verbs(port) => port.has_failed(),
+        }
+    }
+
     /// Return a handle that wakes the thread that waits on this port; it can be used from any thread.
     pub fn waker(&self) -> Waker {
         match self {

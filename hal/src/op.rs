@@ -224,6 +224,26 @@ wire_enum! {
         PointToPoint = 11, "point-to-point";
         /// NCCL, on GPU memory.
         Nccl = 12, "nccl";
+        /// One-shot exchange: every rank sends to every other directly, in one step.
+        OneShot = 13, "one-shot";
+        /// A star: one rank collects and distributes.
+        Star = 20, "star";
+        /// Full mesh: every rank exchanges with all others at once.
+        FullMesh = 21, "full-mesh";
+        /// Double binary tree.
+        DoubleTree = 22, "dbt";
+        /// Nonuniform hierarchical ring.
+        Nhr = 23, "nhr";
+        /// Parallel aggregated trees.
+        Pat = 24, "pat";
+        /// Swing, in its bandwidth form.
+        Swing = 25, "swing";
+        /// Swing, in its latency form.
+        SwingLatency = 26, "swing-latency";
+        /// Bine trees and butterflies.
+        Bine = 27, "bine";
+        /// Van de Geijn's broadcast: scatter, then all-gather.
+        VanDeGeijn = 28, "van-de-geijn";
     }
 }
 

@@ -143,6 +143,7 @@
 pub mod comm;
 pub mod config_file;
 pub mod controller;
+mod deadline;
 mod engine;
 pub mod exec;
 pub mod gpu;
@@ -166,9 +167,9 @@ pub mod harness {
 }
 
 pub use comm::{
-    BUCKET_BYTES, Buffer, Buffers, CallOptions, Canceller, Cart, Communicator, CreationError, Element, Error, Handle,
-    JoinConfig, JoinError, MessageHandle, Outcome, OwnedBuffer, ShrinkError, Slowest, SplitError, StartError,
-    Straggler, Transfer, Trees, WaitError,
+    BUCKET_BYTES, Buffer, Buffers, CallOptions, Canceller, Cart, Communicator, Counts, CreationError, Element, Error,
+    Handle, JoinConfig, JoinError, MessageHandle, Outcome, OwnedBuffer, Progress, RawBuffers, Request, ShrinkError,
+    Slowest, SplitError, StartError, Straggler, Transfer, Trees, WaitError,
 };
 #[expect(deprecated, reason = "the old name works for one more release")]
 pub use controller::proto::Attach;

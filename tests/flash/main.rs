@@ -1,5 +1,6 @@
-//! Runs `sumac image`, and `sumac flash` and `sumac card list` on a simulated card. Its scripts cover every failure
-//! that the driver and its users report (Mellanox/rshim-user-space and its issues).
+//! Runs `sumac image`, and `sumac flash` and `sumac card` on simulated cards. Their scripts cause each failure in the
+//! table of exit statuses that a driver can cause, as the driver's sources and issues describe them
+//! (Mellanox/rshim-user-space).
 //!
 //! Needs FUSE: root or fusermount3. Without it the tests print that and are skipped; with CI=true they fail.
 //!
@@ -7,6 +8,7 @@
 //! card's settings are restored; the card has received a prefix of the image.
 
 mod failures;
+mod fleet;
 mod images;
 mod rshim;
 mod success;
@@ -93,7 +95,12 @@ impl Bench {
 
     /// Mount a card in this folder; `None` without FUSE.
     fn card(&self, script: Script) -> Option<SimulatedCard> {
-        match SimulatedCard::mount(&self.path("rshim0"), script) {
+        self.card_at("rshim0", script)
+    }
+
+    /// Mount a card in a folder of this one; `None` without FUSE.
+    fn card_at(&self, name: &str, script: Script) -> Option<SimulatedCard> {
+        match SimulatedCard::mount(&self.path(name), script) {
             Ok(card) => Some(card),
             Err(error) => {
                 let why = format!("SKIPPED: no simulated card without FUSE ({error}); run as root, or install fuse3");

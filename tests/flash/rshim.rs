@@ -17,7 +17,7 @@ mod filesystem;
 mod script;
 mod state;
 
-pub(crate) use script::{Script, When};
+pub(crate) use script::{Script, UpTime, When};
 pub(crate) use state::Seen;
 
 use filesystem::Card;
@@ -49,6 +49,7 @@ impl SimulatedCard {
     pub(crate) fn mount(folder: &Path, script: Script) -> io::Result<Self> {
         let seen = Seen { boot_mode: script.boot_mode, ..Seen::default() };
         let mut state = State {
+            pending: script.log.clone(),
             script,
             seen,
             readings_after: 0,
@@ -57,6 +58,7 @@ impl SimulatedCard {
             read: Vec::new(),
             next_handle: 1,
             is_error_told: false,
+            reset: None,
             is_over: false,
         };
         state.append_due_lines(When::Before);
@@ -80,6 +82,11 @@ impl SimulatedCard {
         let waited = self.shared.changed.wait_timeout_while(state, limit, |state| !is_there(&state.seen));
         let (state, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
         assert!(!timeout.timed_out(), "{what} has not come: {:?}", Seen { received: Vec::new(), ..state.seen.clone() });
+    }
+
+    /// Change the boot mode, as another program may.
+    pub(crate) fn set_boot_mode(&self, mode: u32) {
+        self.shared.lock().seen.boot_mode = mode;
     }
 
     /// Release hanging calls.

@@ -5,8 +5,12 @@ mod buckets;
 mod clusters;
 mod errors;
 mod logging;
+mod messages;
+mod prepared;
 mod programs;
+mod progress;
 mod started;
 #[path = "../../host/examples/train.rs"]
 mod train;
 mod training;
+mod uneven;

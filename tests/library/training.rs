@@ -33,7 +33,7 @@ fn run(order: Order, transport: Transport, late: u32, kill_at: Option<usize>) ->
         let network = train(&comm, STEPS, |step, loss, outcome| {
             losses.push(loss);
             paths.push(outcome.path);
-            fallback.clone_from(&outcome.fallback);
+            fallback = outcome.fallback.as_deref().map(str::to_owned);
             if comm.rank() == 0 && Some(step) == kill_at {
                 cluster.kill_device(0);
             }

@@ -3,6 +3,7 @@
 use crate::common::Cluster;
 use crate::membership::{memberships, wait_until_idle};
 use std::collections::BTreeSet;
+use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 use sumac::controller::{ControllerConfig, status};
@@ -173,7 +174,7 @@ fn jobs_share_a_zero_copy_device() {
 }
 
 /// Run a job of two ranks; return the transfer that the tree used, and the reason of a fallback.
-fn transfer_and_reason(cluster: &Cluster, job: &str, transport: Transport) -> (Option<Transfer>, Option<String>) {
+fn transfer_and_reason(cluster: &Cluster, job: &str, transport: Transport) -> (Option<Transfer>, Option<Arc<str>>) {
     let configure = |config: &mut JoinConfig| config.transport = transport;
     let outcomes = cluster.run(job, 2, configure, |comm| {
         // Without forcing the tree, a host collective may be cheaper.

@@ -2,6 +2,7 @@
 
 use super::*;
 use proptest::prelude::*;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::Cursor;
 
 /// `image` "KERNEL" and `initramfs` "INITRAMFS", as mlx-mkbfb writes them.
@@ -297,6 +298,32 @@ proptest! {
             prop_assert_eq!(report.entries, entries);
             prop_assert!(report.notes.is_empty());
         }
+    }
+}
+
+proptest! {
+    /// The rule of `filter_bootstream` in Mellanox/bfscripts `mlx-mkbfb`, as two lists: everything but the card's
+    /// version is to be dropped, and of each id the highest version up to it is taken off that list again.
+    #[test]
+    fn kept_versions_are_those_of_a_vendors_filter(
+        drawn in prop::collection::btree_set((1_u8..64, 0_u8..=VERSION_MAX), 1..24),
+        version in 0_u8..=2,
+    ) {
+        let names = drawn.into_iter().map(|(id, version)| ImageName::new(ImageId(id), version));
+        let names: Vec<_> = names.filter(|name| id_has_place(*name)).collect();
+        let mut builder = Builder::new();
+        for name in &names {
+            builder.insert(*name, Source::Bytes(Vec::new())).expect("has a place");
+        }
+        let mut dropped: Vec<_> = names.iter().filter(|name| name.version != version).collect();
+        let mut by_version: Vec<_> = names.iter().filter(|name| name.version <= version).collect();
+        by_version.sort_by_key(|name| name.version);
+        let compatible: BTreeMap<_, _> = by_version.iter().map(|name| (name.id, name.version)).collect();
+        dropped.retain(|name| compatible.get(&name.id) != Some(&name.version));
+        let expected: BTreeSet<_> = names.iter().filter(|name| !dropped.contains(name)).copied().collect();
+        builder.keep_for(Generation::ALL[usize::from(version)]);
+        let kept: BTreeSet<_> = builder.images().map(|(name, _)| name).collect();
+        prop_assert_eq!(kept, expected);
     }
 }
 

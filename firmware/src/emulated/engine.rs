@@ -96,6 +96,15 @@ impl BoardEngine {
         }
     }
 
+    /// Return whether the RDMA device has failed.
+    pub(super) fn has_failed(&self) -> bool {
+        match self {
+            Self::Emulated(_) | Self::Exchange(_) => false,
+            #[cfg(feature = "verbs")]
+            Self::Verbs(verbs) => verbs.engine.has_failed(),
+        }
+    }
+
     /// Do the caller's share of the engine's work; false if there is none.
     pub(super) fn work(&mut self) -> bool {
         match self {
@@ -185,7 +194,7 @@ impl BoardEngine {
             #[cfg(feature = "verbs")]
             Self::Verbs(verbs) => {
                 if let Err(error) = verbs.engine.detach(peer) {
-                    tracing::error!(%error, "could not stop a rank's connection; destroying it");
+                    tracing::error!(%error, "could not stop a rank's connection; it was destroyed");
                 }
             }
         }

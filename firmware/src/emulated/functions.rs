@@ -222,6 +222,11 @@ impl Functions {
         Ok(())
     }
 
+    /// Return whether the RDMA device has failed.
+    pub(super) fn has_failed(&self) -> bool {
+        self.engine.has_failed()
+    }
+
     /// Drop the children of released groups.
     pub(super) fn release_gone(&mut self, node: &Node<'_>) {
         self.links.retain(|link| node.has_group(link.group));

@@ -215,6 +215,9 @@ pub enum RegistrationError {
     Rejected(#[from] Rejection),
 }
 
+/// How often a board that serves checks that its shards do.
+const END_INTERVAL: Duration = Duration::from_millis(200);
+
 /// A running board. Dropping it stops its threads, except in a forked child, which has none of them.
 #[derive(Debug)]
 pub struct Board {
@@ -289,11 +292,17 @@ impl Board {
         self.control.as_ref().is_some_and(|control| control.wait_registered(timeout))
     }
 
-    /// Serve until the process ends, or a shard's thread does, which would be a bug.
+    /// Return whether a shard has ended: its RDMA device has failed, or it panicked. Start another board then.
+    pub fn has_ended(&self) -> bool {
+        self.shards.iter().any(ShardHandle::has_ended)
+    }
+
+    /// Serve until the process ends, or a shard does; see [`Board::has_ended`].
     pub fn serve(mut self) {
-        for shard in &mut self.shards {
-            shard.join();
+        while !self.has_ended() {
+            std::thread::park_timeout(END_INTERVAL);
         }
+        self.shards.iter_mut().filter(|shard| shard.has_ended()).for_each(ShardHandle::join);
     }
 }
 

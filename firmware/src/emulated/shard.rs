@@ -67,6 +67,11 @@ impl ShardHandle {
         self.failed_chains.as_ref().map_or(0, |count| count.load(Ordering::Relaxed))
     }
 
+    /// Return whether the thread has ended.
+    pub(super) fn has_ended(&self) -> bool {
+        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+
     pub(super) fn join(&mut self) {
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
@@ -244,6 +249,11 @@ impl Worker {
         let start = self.start;
         let now = || Instant::from_nanos(u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX));
         while !self.stop.load(Ordering::Acquire) {
+            if self.port.inner().has_failed() || self.functions.as_ref().is_some_and(Functions::has_failed) {
+                // Its address does not come back, and neither do the ranks' connections: a new process gets others.
+                tracing::error!(device = %self.name, "the RDMA device has failed, was reset, or has lost its driver");
+                return;
+            }
             while let Ok((request, answer)) = self.inbox.try_recv() {
                 let response = match request {
                     Request::CreateGroup(config) => self.create_group(&mut node, config, now()),

@@ -29,6 +29,16 @@ pub struct Image {
     pub sha256: [u8; 32],
 }
 
+impl Image {
+    /// Return the same stream for another card.
+    ///
+    /// # Errors
+    /// The system's error.
+    pub fn try_clone(&self) -> io::Result<Self> {
+        Ok(Self { bytes: self.bytes.try_clone()?, sha256: self.sha256 })
+    }
+}
+
 /// The role of a worker process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {

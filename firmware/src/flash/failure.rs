@@ -113,8 +113,13 @@ pub enum Failure {
     Gone,
     /// Neither success nor failure was seen in time.
     #[error(
-        "not finished within {limit_s} s; the last stage was: {stage}{reported}",
+        "not finished within {limit_s} s; the last stage was: {stage}{linux}{reported}",
         limit_s = limit.as_secs(),
+        linux = match (stage, is_linux_up) {
+            (Stage::Booting, true) => "; its Linux is up, but the awaited line has not come",
+            (Stage::Booting, false) => "; its Linux has not come up",
+            _ => "",
+        },
         reported = error_line.as_ref().map_or_else(String::new, |line| format!("; the card had reported: {line}")),
     )]
     TimeLimit {
@@ -122,6 +127,8 @@ pub enum Failure {
         limit: Duration,
         /// The stage at that time.
         stage: Stage,
+        /// The card's Linux had reported that it is up.
+        is_linux_up: bool,
         /// The last error in the boot log that did not end flashing.
         error_line: Option<String>,
     },

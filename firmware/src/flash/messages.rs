@@ -150,4 +150,6 @@ pub struct Outcome {
     pub restored: Restored,
     /// The last lines of the boot log, oldest first.
     pub log_tail: Vec<String>,
+    /// The card's time since its last reset in seconds when `misc` was last read, if it reports that.
+    pub up_time_s: Option<u64>,
 }

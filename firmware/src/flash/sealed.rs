@@ -8,6 +8,7 @@
 //! Invariant: the file of a [`SealedImage`] is a `memfd` sealed against writing, growing, shrinking and further seals.
 
 use super::check::STREAM_MAX_BYTES;
+use crate::manifest;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
@@ -78,6 +79,25 @@ impl SealedImage {
         Ok(file.take(self.len_bytes))
     }
 
+    /// Return the SHA-256 of what follows the stream.
+    ///
+    /// # Errors
+    /// The system's error.
+    pub fn tail_sha256(&self) -> io::Result<[u8; 32]> {
+        let mut file = &self.file;
+        file.seek(SeekFrom::Start(self.len_bytes))?;
+        manifest::sha256_of(file)
+    }
+
+    /// Return another handle of the same copy, for another card.
+    ///
+    /// # Errors
+    /// The system's error.
+    pub fn try_clone(&self) -> io::Result<Self> {
+        let Self { file, len_bytes, tail_len_bytes } = self;
+        Ok(Self { file: file.try_clone()?, len_bytes: *len_bytes, tail_len_bytes: *tail_len_bytes })
+    }
+
     /// Convert to the stdin of a process.
     pub(super) fn into_stdin(self) -> Stdio {
         self.file.into()
@@ -131,6 +151,37 @@ mod tests {
         let contents = Contents { len_bytes: good.len() as u64, sha256, tail_len_bytes: 0 };
         serve_boot(&card, sealed.file, &contents, &mut Vec::new()).expect("no error");
         assert!(std::fs::read(&boot).expect("there") == good, "exactly the checked bytes");
+    }
+
+    /// Handles share the position of their file, which the workers of other cards move at any time.
+    #[test]
+    fn clone_of_an_image_is_written_whatever_others_do_to_the_position() {
+        struct Mover(File);
+
+        impl io::Write for Mover {
+            fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+                self.0.seek(SeekFrom::Start(7))?;
+                Ok(bytes.len())
+            }
+
+            fn flush(&mut self) -> io::Result<()> {
+                Ok(())
+            }
+        }
+
+        let folder = tempfile::tempdir().expect("a folder");
+        let boot = folder.path().join("boot");
+        std::fs::write(&boot, "").expect("written");
+        let image: Vec<u8> = (0..100_000_u32).map(|at| (at / 7) as u8).collect();
+        let sealed = SealedImage::copy(&image[..], &b"tail"[..]).expect("memory");
+        assert_eq!(sealed.tail_sha256().expect("readable")[..], Sha256::digest(b"tail")[..]);
+        let contents =
+            Contents { len_bytes: image.len() as u64, sha256: Sha256::digest(&image).into(), tail_len_bytes: 4 };
+        let card = Rshim::new(&folder.path().display().to_string());
+        let mover = Mover(sealed.try_clone().expect("descriptors are left").file);
+        serve_boot(&card, sealed.file, &contents, mover).expect("no error");
+        let expected = [&image[..], b"tail"].concat();
+        assert!(std::fs::read(&boot).expect("there") == expected, "exactly the checked bytes");
     }
 
     #[test]

@@ -45,6 +45,8 @@ pub struct Session {
     reached: Option<String>,
     /// The last error in the log that did not end flashing.
     error_line: Option<String>,
+    /// The stream's Linux is up.
+    is_linux_up: bool,
     /// The settings in `misc` before.
     boot_mode_before: u32,
     display_level_before: u32,
@@ -61,6 +63,7 @@ pub struct Session {
     log: Option<LogReader>,
     tail: VecDeque<String>,
     failed_polls: u32,
+    up_time_s: Option<u64>,
     next_poll: Instant,
     /// Readings of `misc` whose lines may predate the last byte: the one in flight, and one more.
     stale_readings: u32,
@@ -104,6 +107,7 @@ impl Session {
             len_bytes: length.images_bytes + length.tail_bytes,
             reached: None,
             error_line: None,
+            is_linux_up: false,
             // 0 was left behind by another tool; a card with it would wait for a stream for ever.
             boot_mode_before: before.boot_mode.filter(|mode| *mode != BOOT_MODE_RSHIM).unwrap_or(BOOT_MODE_EMMC),
             display_level_before: before.display_level.unwrap_or(0),
@@ -118,6 +122,7 @@ impl Session {
             log: None,
             tail: VecDeque::new(),
             failed_polls: 0,
+            up_time_s: None,
             next_poll: now,
             stale_readings: 0,
             queue: settings.into_iter().map(Command::Set).chain([Command::ReadMisc]).collect(),
@@ -165,8 +170,9 @@ impl Session {
     pub fn handle_timeout(&mut self, now: Instant) {
         match &self.ending {
             None if now >= self.deadline => {
-                let (limit, stage, error_line) = (self.limits.total, self.stage, self.error_line.take());
-                self.end(Err(Failure::TimeLimit { limit, stage, error_line }), now);
+                let Self { stage, is_linux_up, .. } = *self;
+                let (limit, error_line) = (self.limits.total, self.error_line.take());
+                self.end(Err(Failure::TimeLimit { limit, stage, is_linux_up, error_line }), now);
             }
             Some(ending) if now >= ending.deadline => {
                 let what =
@@ -229,7 +235,8 @@ impl Session {
             None => Restored::NotTouched,
         };
         let log_tail = self.tail.iter().cloned().collect();
-        Some(Outcome { result: ending.result.clone(), written_bytes: self.written_bytes, restored, log_tail })
+        let (result, written_bytes, up_time_s) = (ending.result.clone(), self.written_bytes, self.up_time_s);
+        Some(Outcome { result, written_bytes, restored, log_tail, up_time_s })
     }
 
     /// Return whether `misc` is polled.
@@ -282,6 +289,7 @@ impl Session {
             Err(errno) => return self.on_misc_failed(errno, now),
         };
         self.failed_polls = 0;
+        self.up_time_s = misc.up_time_s;
         let boot_mode = misc.boot_mode;
         match &mut self.log {
             None if self.ending.is_none() => {
@@ -340,7 +348,9 @@ impl Session {
         if self.ending.is_some() {
             return;
         }
-        match kind_of(&line) {
+        let kind = kind_of(&line);
+        self.is_linux_up |= kind == LogKind::LinuxUp && self.stage == Stage::Booting && !is_stale;
+        match kind {
             LogKind::NicMode if self.goal.until != Until::NicMode => self.end(Err(Failure::NicMode), now),
             LogKind::SystemError => self.error_line = Some(line),
             LogKind::Error if self.goal.tolerates_errors => self.error_line = Some(line),

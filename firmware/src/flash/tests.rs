@@ -193,7 +193,12 @@ fn only_the_requested_line_is_success() {
     assert_eq!(result(Until::LinuxUp, log()), Ok(LINUX_UP.1.into()));
     assert_eq!(result(Until::Rebooting, log()), Ok("INFO[MISC]: Rebooting...".into()));
     assert_eq!(result(Until::LinuxUp, vec![READY]), Ok(READY.1.into()));
-    assert!(matches!(result(Until::Ready, log()), Err(Failure::TimeLimit { stage: Stage::Booting, .. })));
+    let is_up = |log| match result(Until::Ready, log) {
+        Err(Failure::TimeLimit { stage: Stage::Booting, is_linux_up, .. }) => is_linux_up,
+        other => panic!("{other:?}"),
+    };
+    // Whether the card's Linux has come up tells a card that is not healthy from one that does not boot.
+    assert!(is_up(log()) && !is_up(vec![(LEN_BYTES, "INFO[UEFI]: start")]) && !is_up(vec![(0, LINUX_UP.1)]));
 }
 
 #[test]
@@ -442,7 +447,7 @@ fn failures_have_unique_names_and_exit_statuses_listed_in_the_readme() {
         Failure::OtherWriter,
         Failure::NotDraining,
         Failure::Gone,
-        Failure::TimeLimit { limit, stage: Stage::Booting, error_line: None },
+        Failure::TimeLimit { limit, stage: Stage::Booting, is_linux_up: false, error_line: None },
         log(LogKind::Error),
         log(LogKind::Panic),
         log(LogKind::Exception),

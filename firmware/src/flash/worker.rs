@@ -13,7 +13,8 @@ use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::fs::File;
-use std::io::{self, BufRead, Read, Seek, SeekFrom, Write};
+use std::io::{self, BufRead, Write};
+use std::os::unix::fs::FileExt;
 use zeroize::Zeroizing;
 
 /// The size of a write in bytes. The driver consumes a write completely before it returns.
@@ -143,17 +144,10 @@ pub fn serve_boot(card: &Rshim, image: File, contents: &Contents, mut replies: i
     send(&mut replies, &Reply::Closed)
 }
 
-/// Write the image and what follows it. The inner error is the reply to send; the outer one is a closed pipe.
-fn write(
-    boot: &mut File,
-    mut image: File,
-    contents: &Contents,
-    replies: &mut impl Write,
-) -> io::Result<Result<(), Reply>> {
+/// Write the image and what follows it. The inner error is the reply to send; the outer one is a closed pipe. The
+/// file's position is neither used nor moved, because workers of other cards have the same file open.
+fn write(boot: &mut File, image: File, contents: &Contents, replies: &mut impl Write) -> io::Result<Result<(), Reply>> {
     let unreadable = |error: io::Error| Ok(Err(Reply::ImageFailed(error.to_string())));
-    if let Err(error) = image.seek(SeekFrom::Start(0)) {
-        return unreadable(error);
-    }
     let mut digest = Sha256::new();
     let mut left = contents.len_bytes;
     // A key may be in it.
@@ -161,7 +155,7 @@ fn write(
     while left > 0 {
         let len = usize::try_from(left).unwrap_or(usize::MAX).min(buffer.len());
         let piece = &mut buffer[..len];
-        match image.read_exact(piece) {
+        match image.read_exact_at(piece, contents.len_bytes - left) {
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(Err(Reply::ImageChanged)),
             Err(error) => return unreadable(error),
             Ok(()) => {}
@@ -179,7 +173,7 @@ fn write(
     while left > 0 {
         let len = usize::try_from(left).unwrap_or(usize::MAX).min(buffer.len());
         let piece = &mut buffer[..len];
-        if let Err(error) = image.read_exact(piece) {
+        if let Err(error) = image.read_exact_at(piece, contents.len_bytes + contents.tail_len_bytes - left) {
             return unreadable(error);
         }
         left -= len as u64;

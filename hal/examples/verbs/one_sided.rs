@@ -139,27 +139,42 @@ fn fenced(a: &VerbsDomain, b: &VerbsDomain, loss: Loss) {
     let (mut writer, mut owner) = connected(a, b);
     let (mut second, _second_owner) = connected(a, b);
     let remote = far.remote();
-    let mut rounds = 0;
-    // During a stream of writes.
-    for _ in 0..64 {
-        writer.write((&near, 0), (&remote, 0), LEN as u64).expect("room");
-    }
-    writer.flush();
-    while bytes(&far)[0] != 9 {
-        rounds += 1;
-        assert!(rounds < 1_000_000, "no write takes effect");
-    }
-    owner.fence([&mut far]).expect("fenced");
-    far.write(0, &[1; LEN]).expect("inside");
-    let progress = finish(&mut writer, 64);
-    assert!(progress.done < 64, "some were on their way");
+    // During a stream of writes, which ends only with the connection.
+    let progress = std::thread::scope(|scope| {
+        let (writer, near) = (&mut writer, &mut near);
+        let stream = scope.spawn(move || {
+            let start = Instant::now();
+            loop {
+                let full = loop {
+                    match writer.write((near, 0), (&remote, 0), LEN as u64) {
+                        Ok(_) => writer.flush(),
+                        Err(why) => break why,
+                    }
+                };
+                let progress = writer.poll();
+                if progress.error.is_some() {
+                    return progress;
+                }
+                assert!(matches!(full, PostError::Full | PostError::Link(_)), "{full}");
+                assert!(start.elapsed() < 2 * LIMIT, "the stream of writes does not end: {writer:?}");
+                std::thread::yield_now();
+            }
+        });
+        let start = Instant::now();
+        while bytes(&far)[0] != 9 {
+            assert!(start.elapsed() < LIMIT, "no write takes effect");
+        }
+        owner.fence([&mut far]).expect("fenced");
+        far.write(0, &[1; LEN]).expect("inside");
+        stream.join().expect("it ended")
+    });
     assert!(matches!(progress.error, Some(LinkError::PeerGone | LinkError::RemoteAccess)), "{progress:?}");
     second.write((&near, 0), (&remote, 0), LEN as u64).expect("room");
     loss.assert_refused(finish(&mut second, 1).error, "a write on another connection");
     assert!(bytes(&far) == [1; LEN], "nothing was written after the fence");
     let own = owner.write((&far, 0), (&near.remote(), 0), 1).expect_err("fenced here");
     assert_eq!(own, PostError::Link(LinkError::Fenced));
-    println!("fenced after {} of 64 writes: {}", progress.done, progress.error.expect("an error"));
+    println!("fenced after {} writes: {}", progress.done, progress.error.expect("an error"));
 }
 
 /// A lost peer is a specific error within a bounded time.

@@ -86,11 +86,12 @@ pub(crate) fn run(link: &VerbsLink, at: Option<&str>) {
     let (mut ends, region) = (domain.one_sided().expect("an end"), far.remote());
     let own = ends.end();
     let [high, low] = halves(own.gid);
-    let numbers = [high, low, u64::from(own.lid), u64::from(own.qpn), u64::from(own.psn), u64::from(own.mtu_bytes)];
+    let port = [own.lid, own.mtu_bytes, own.reads.into()].map(u64::from);
+    let numbers = [high, low, port[0], u64::from(own.qpn), u64::from(own.psn), port[1], port[2]];
     let received = other.exchange(&numbers);
     let (qpn, psn, mtu_bytes) = (received[3] as u32, received[4] as u32, received[5] as u16);
-    ends.connect(&OneSidedEnd { gid: gid(&received), lid: received[2] as u16, qpn, psn, mtu_bytes })
-        .expect("connected");
+    let (gid, lid, reads) = (gid(&received), received[2] as u16, received[6] as u8);
+    ends.connect(&OneSidedEnd { gid, lid, qpn, psn, mtu_bytes, reads }).expect("connected");
     // The other side has connected before it sends this.
     let received =
         other.exchange(&[region.addr, region.len_bytes, u64::from(region.rkey), u64::from(region.generation)]);

@@ -34,10 +34,11 @@
 //!    "unpublished: inputs are intact"), and a torn write affects nothing that anybody reads.
 //! 2. *A result is announced by the operation that writes it*: an RDMA WRITE to the landing area carries its offset as
 //!    immediate data, which the hardware queues at the rank once all bytes have arrived, and before the device sees the
-//!    completion. The device counts a result as delivered ([`have`](crate#zero-copy)) on that completion. Whatever it
-//!    reports as stable is thus in the memory of every rank and announced there, even if the answer is lost with the
-//!    device: `k < stable` => every rank that runs can provide result k. After the device has ended, a rank looks its
-//!    open chunks up among the announcements, which take the place of the records in redo slots.
+//!    completion. The device counts a result as delivered ([`have`](crate#zero-copy)) on that completion, which means
+//!    that the rank's card has accepted it, not that it is in memory: the rank's fence waits until it is. Whatever the
+//!    device reports as stable is thus, after the fence, in the memory of every rank and announced there, even if the
+//!    answer is lost with the device: `k < stable` => every rank that runs can provide result k. After the device has
+//!    ended, a rank looks its open chunks up among the announcements, which replace the records in redo slots.
 //! 3. *A rank keeps a returned result until it is stable*, as ranks that use packets do (PROTOCOL 5), because no redo
 //!    slot does.
 //!
@@ -51,9 +52,10 @@
 //! # The fence (PROTOCOL 6)
 //!
 //! A rank first asks the device to release its memory, as over shared memory. A device that does not answer is fenced
-//! here: the queue pair is moved to the error state, operations in flight are drained, and the memory is deregistered,
-//! so that no key opens it through any connection. A device does the same to a rank that has gone. Both happen before
-//! any result is salvaged.
+//! here: the queue pair is moved to the error state; the rank waits for the hardware's report that all that the device
+//! had begun has taken effect, or destroys the queue pair, which includes that; and the memory is deregistered, so that
+//! no key opens it through any connection. If memory cannot be deregistered, the fence has failed. A device does the
+//! same to a rank that has gone. Both happen before any result is salvaged.
 //!
 //! # Detection of a dead peer
 //!
@@ -92,8 +94,11 @@ use thiserror::Error;
 #[non_exhaustive]
 pub enum LinkError {
     /// The peer's hardware refused the access: a range outside the region, or a key that was revoked or belongs to
-    /// another domain.
-    #[error("the peer's hardware refused access to its memory: the range or the key is not valid")]
+    /// another domain. The kernel revokes the keys of a process that is killed before it ends its connections: if the
+    /// peer's process ends as well, it is gone.
+    #[error(
+        "the peer's hardware refused access to its memory: its process is being killed, or range or key is not valid"
+    )]
     RemoteAccess,
     /// The peer does not respond.
     #[error("the peer does not respond")]
@@ -101,9 +106,17 @@ pub enum LinkError {
     /// The connection was fenced on this side.
     #[error("the connection was fenced on this side")]
     Fenced,
-    /// Any other status, by its number in `enum ibv_wc_status`.
-    #[error("the RDMA device reported completion status {0} (enum ibv_wc_status)")]
-    Status(u32),
+    /// This side's device has failed, was reset, or has lost its driver.
+    #[error("this host's RDMA device has failed, was reset, or has lost its driver")]
+    DeviceFailed,
+    /// Any other status.
+    #[error("the RDMA device reported completion status {status} (enum ibv_wc_status), vendor error {vendor:#x}")]
+    Status {
+        /// Its number in `enum ibv_wc_status`, or the system's error if the operation could not be posted.
+        status: u32,
+        /// The vendor's error, for its support.
+        vendor: u32,
+    },
 }
 
 /// The address of one end of a connection, opaque to all but the implementation of the link.
@@ -168,7 +181,8 @@ pub trait RankLink: Link + Send + fmt::Debug {
     /// [`LinkFailure`]
     fn expose(&mut self, memory: Region, access: Access) -> Result<RemoteRegion, LinkFailure>;
 
-    /// Withdraw memory from the device, by its remote key.
+    /// Withdraw memory from the device, by its remote key. Hardware uses keys again, though not soon: a device that
+    /// goes on using this one may some day access other memory of this rank.
     fn withdraw(&mut self, rkey: u32);
 
     /// End the connection. Afterwards no operation that the device has begun takes effect here (PROTOCOL 6), and no key

@@ -8,7 +8,7 @@
 
 use super::config::VerbsError;
 use super::datagrams::{AddressHandle, Source};
-use super::objects::Domain;
+use super::objects::{Domain, GidEntry};
 use crate::port::VerbsAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -34,11 +34,13 @@ pub(super) struct AddressCache {
     entries: Vec<Entry>,
     domain: Arc<Domain>,
     from: Source,
+    /// Whether the device has the address.
+    has_source: bool,
 }
 
 impl AddressCache {
     pub(super) fn new(domain: &Arc<Domain>, from: Source) -> Self {
-        Self { entries: Vec::with_capacity(MAX_PATHS), domain: Arc::clone(domain), from }
+        Self { entries: Vec::with_capacity(MAX_PATHS), domain: Arc::clone(domain), from, has_source: true }
     }
 
     /// Return the handle of `to` for packet number `nth`, where packets below `done` have completed. `None`: the host
@@ -74,7 +76,18 @@ impl AddressCache {
     }
 
     fn resolve(&self, to: &VerbsAddr) -> Result<AddressHandle, Instant> {
-        AddressHandle::new(&self.domain, &self.from, to.gid, to.lid).map_err(|_: VerbsError| Instant::now() + RETRY)
+        let retry = || Instant::now() + RETRY;
+        if !self.has_source {
+            return Err(retry());
+        }
+        AddressHandle::new(&self.domain, &self.from, to.gid, to.lid).map_err(|_: VerbsError| retry())
+    }
+
+    /// Send from this entry of the port's table from the next [`AddressCache::clear`] on; `None`: the device has the
+    /// address no more.
+    pub(super) fn set_source(&mut self, gid: Option<GidEntry>) {
+        self.has_source = gid.is_some();
+        self.from.gid = gid.unwrap_or(self.from.gid);
     }
 
     /// Drop all handles; nothing may be in flight. Hosts may have moved.

@@ -1,10 +1,10 @@
 //! An unreliable-datagram queue pair, and the address handles that it sends with.
 
 use super::config::VerbsError;
+use super::ibv;
 use super::objects::{Completions, Domain, GidEntry};
 use super::pair::QueuePair;
 use crate::traffic_class::TrafficClass;
-use ibverbs_sys as ibv;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -45,6 +45,9 @@ impl Drop for AddressHandle {
 pub(super) struct Source {
     pub(super) gid: GidEntry,
     pub(super) traffic_class: TrafficClass,
+    pub(super) service_level: u8,
+    /// The index of the partition key.
+    pub(super) partition_index: u16,
 }
 
 /// Return the attributes of the route from `from` to the port of `gid` and `lid`.
@@ -58,6 +61,7 @@ pub(super) fn address_attr(from: &Source, gid: [u8; 16], lid: u16) -> ibv::ibv_a
             ..ibv::ibv_global_route::default()
         },
         dlid: lid,
+        sl: from.service_level,
         is_global: 1,
         port_num: from.gid.port,
         ..ibv::ibv_ah_attr::default()
@@ -74,6 +78,7 @@ const ECT_0: u8 = 0b10;
 pub(super) struct Datagrams {
     pub(super) pair: QueuePair,
     port: u8,
+    partition_index: u16,
     pub(super) max_inline_len_bytes: usize,
 }
 
@@ -85,7 +90,7 @@ impl Datagrams {
     /// Create a queue pair with room for `sends` and `receives` packets; it is not ready yet.
     pub(super) fn new(
         domain: &Arc<Domain>,
-        port: u8,
+        from: &Source,
         (send, sends): (&Arc<Completions>, usize),
         (receive, receives): (&Arc<Completions>, usize),
     ) -> Result<Self, VerbsError> {
@@ -102,7 +107,11 @@ impl Datagrams {
         };
         // Inline sends are optional: not all devices support as much.
         let (pair, max_inline_len_bytes) = with_inline(INLINE_LEN_BYTES).or_else(|_| with_inline(0))?;
-        Ok(Self { pair, port, max_inline_len_bytes })
+        Ok(Self { pair, port: from.gid.port, partition_index: from.partition_index, max_inline_len_bytes })
+    }
+
+    pub(super) const fn port(&self) -> u8 {
+        self.port
     }
 
     /// Bring it to ready-to-send, from any state.
@@ -116,7 +125,13 @@ impl Datagrams {
             (state::IBV_QPS_RTS, mask::IBV_QP_SQ_PSN),
         ];
         steps.into_iter().try_for_each(|(qp_state, further)| {
-            let attr = ibv::ibv_qp_attr { qp_state, qkey: Q_KEY, port_num: self.port, ..ibv::ibv_qp_attr::default() };
+            let attr = ibv::ibv_qp_attr {
+                qp_state,
+                qkey: Q_KEY,
+                port_num: self.port,
+                pkey_index: self.partition_index,
+                ..ibv::ibv_qp_attr::default()
+            };
             self.pair.modify(attr, further)
         })
     }
@@ -134,8 +149,8 @@ mod tests {
         let gid = GidEntry { gid: [7; 16], port: 2, index: 3, is_v2: true };
         for (bits, expected) in [(0, 0b10), (0xb8, 0xba), (0xfc, 0xfe)] {
             let traffic_class = TrafficClass::try_from(bits).expect("no bits of ECN");
-            let attr = address_attr(&Source { gid, traffic_class }, [9; 16], 0);
-            assert_eq!((attr.grh.traffic_class, attr.grh.sgid_index, attr.port_num), (expected, 3, 2));
+            let attr = address_attr(&Source { gid, traffic_class, service_level: 5, partition_index: 0 }, [9; 16], 0);
+            assert_eq!((attr.grh.traffic_class, attr.grh.sgid_index, attr.port_num, attr.sl), (expected, 3, 2, 5));
         }
     }
 }

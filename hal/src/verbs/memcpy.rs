@@ -11,6 +11,7 @@ use super::config::{VerbsConfig, VerbsError};
 use super::copying::{BatchOutcome, Copier, Copy, CopyEngine, DEPTH, MapMemoryError, NotPosted};
 use super::datagrams::Source;
 use super::discover::{self, PortLocation};
+use super::ibv;
 use super::memory::Registration;
 use super::mlx5::{MemcpyError, Mlx5, PairCalls};
 use super::objects::{Completions, Context, Domain};
@@ -20,7 +21,6 @@ use crate::dma::{
     Capabilities, Chain, Completion, DmaMemory, Engine, LocalMemory, RegionKey, Scope, Span, Status, SubmitError,
 };
 use crate::traffic_class::TrafficClass;
-use ibverbs_sys as ibv;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -117,7 +117,7 @@ unsafe impl Send for Queue {}
 impl Queue {
     fn new(mlx5: Mlx5, place: &PortLocation) -> Result<Self, VerbsError> {
         let PortLocation { context, attr, gid } = place;
-        let domain = Domain::new(context)?;
+        let domain = Domain::new(context, false)?;
         // One entry for each copy, because a failed queue pair completes every one.
         let completions = Completions::new(context, DEPTH as usize, None)?;
         let what = "create a queue pair for DMA copies";
@@ -153,11 +153,11 @@ impl Queue {
         let lid = if attr.is_ethernet { 0 } else { attr.lid };
         // At most 4096.
         let mtu_bytes = attr.mtu_bytes as u16;
-        let end = OneSidedEnd { gid: gid.gid, lid, qpn: pair.number(), psn: 0, mtu_bytes };
-        prepare(&mut pair, gid.port)?;
+        let end = OneSidedEnd { gid: gid.gid, lid, qpn: pair.number(), psn: 0, mtu_bytes, reads: 1 };
         // Its packets do not leave the device.
-        let from = Source { gid: *gid, traffic_class: TrafficClass::default() };
-        connect(&mut pair, &from, (&end, &end), 1)?;
+        let from = Source { gid: *gid, traffic_class: TrafficClass::default(), service_level: 0, partition_index: 0 };
+        prepare(&mut pair, &from)?;
+        connect(&mut pair, &from, (&end, &end))?;
         Ok(Self { pair: Some(pair), extended, calls, completions, domain })
     }
 }

@@ -4,8 +4,8 @@
 //! Invariant: the structures have the layout of the header's; a test compiles this claim against the header.
 
 use super::config::VerbsError;
+use super::ibv;
 use super::objects::Context;
-use ibverbs_sys as ibv;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use thiserror::Error;
 

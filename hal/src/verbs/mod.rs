@@ -14,8 +14,12 @@
 //!   address, which may block for up to about a second. A host that could not be resolved is not tried again within a
 //!   second;
 //! - a flush posts once and requests one completion, however many packets are sent;
-//! - a queue pair that fails (link down, device reset) is restarted under its old number; packets in flight are lost,
-//!   as on a network;
+//! - a queue pair that fails (link down) is restarted under its old number; packets in flight are lost, as on a
+//!   network;
+//! - when the table of addresses changes, the port goes on with its own address at its new index, and resolves its
+//!   peers again; while the address is missing, packets are dropped and counted;
+//! - a device that fails, is reset or loses its driver, or that completes nothing for a second twice, is reported
+//!   ([`VerbsPort::has_failed`]): its queue pairs do not come back, and neither does their address. Open another port;
 //! - memory owned by the device is not touched; the modules `tx` and `rx` define who owns a slot or buffer.
 //!
 //! # One-sided connections
@@ -35,13 +39,21 @@
 //! Soft-RoCE (`rdma_rxe`) implements all of this in the kernel, through system calls: it shows that the port is
 //! correct, and nothing about its speed. The classic calls (`ibv_post_send`, `ibv_poll_cq`) are used, because rxe's
 //! newer ones have bugs in distributions that are in use.
+//!
+//! What mlx5 cards do and Soft-RoCE does not is tested on a fake of the library (`fake`), written from rdma-core and
+//! the kernel: discarded completions, keys that are used again, writes that reach memory after their acknowledgement,
+//! devices that fail, and addresses that move. It is a model, and no card has confirmed it.
 
 mod address_cache;
 mod config;
 mod copying;
 mod datagrams;
 mod discover;
+mod events;
+#[cfg(test)]
+mod fake;
 mod grh;
+mod locked;
 mod memcpy;
 mod memory;
 mod mlx5;
@@ -49,18 +61,28 @@ mod objects;
 mod one_sided;
 mod pair;
 mod peers;
+mod quarantine;
 mod rank;
 mod region;
+mod representor;
 mod rx;
 mod shared_receives;
 mod slots;
+#[cfg(test)]
+mod tests;
 mod tx;
 mod wait;
+
+#[cfg(test)]
+use fake as ibv;
+#[cfg(not(test))]
+use ibverbs_sys as ibv;
 
 pub use crate::remote::{LinkError, RegionError, RemoteRegion};
 pub use config::{ParseLinkError, VerbsConfig, VerbsError, VerbsLink, VerbsStats};
 pub use copying::MapMemoryError;
 pub use discover::{VerbsDevice, devices, link_at};
+pub use locked::{device_locked_bytes, port_locked_bytes, rank_locked_bytes};
 pub use memcpy::{MemcpyEngine, max_memcpy_len_bytes};
 pub use mlx5::MemcpyError;
 pub use one_sided::{LinkStats, OneSided, OneSidedEnd, PostError, Progress};
@@ -73,9 +95,9 @@ use crate::port::{Addr, Capabilities, Ecn, Port, RxToken, TxToken, VerbsAddr, Wa
 use crate::time::Instant;
 use crate::udp::Waker;
 use address_cache::AddressCache;
-use datagrams::{Datagrams, Source};
+use datagrams::Datagrams;
 use discover::PortLocation;
-use objects::{Channel, Completions, Domain};
+use objects::{Channel, Completions, Context, Domain};
 use rx::{Failed, RxQueue};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -91,6 +113,13 @@ const RESTART_PAUSE: Duration = Duration::from_millis(10);
 
 /// How often a stopped queue pair is polled for outstanding completions.
 const DRAIN_POLLS: u32 = 10_000;
+
+/// How often a port that is used reads its device's events.
+const EVENT_INTERVAL: Duration = Duration::from_millis(10);
+
+/// How long packets may be on their way to the wire before the queue pair is restarted, and the second time the device
+/// considered failed: a datagram waits for nobody else.
+const STALL_LIMIT: Duration = Duration::from_secs(1);
 
 /// A port over a queue pair.
 pub struct VerbsPort {
@@ -108,6 +137,15 @@ pub struct VerbsPort {
     /// Another descriptor that ends a wait.
     watched: Option<OwnedFd>,
     restarted: Option<Clock>,
+    context: Arc<Context>,
+    /// Changes of the device's addresses that were processed.
+    changes: u32,
+    /// When to read events again.
+    events_due: Instant,
+    /// Packets completed, since when, and how often the queue pair was restarted because no more were.
+    stalled: (u64, Instant, u32),
+    /// The failure of the device has ended a wait.
+    has_reported: bool,
     stats: VerbsStats,
 }
 
@@ -122,25 +160,28 @@ impl VerbsPort {
     /// # Errors
     /// See [`VerbsError`].
     pub fn open(config: &VerbsConfig) -> Result<Self, VerbsError> {
-        let PortLocation { context, attr, gid } = discover::find(config)?;
+        let location = discover::find(config)?;
+        let from = location.source(config)?;
+        let PortLocation { context, attr, gid } = location;
         let limits = context.device_attr()?;
         let most = usize::try_from(limits.max_qp_wr.min(limits.max_cqe)).unwrap_or(usize::MAX);
         let buffers =
             (config.receive_buffer_bytes / GUARANTEED_LEN_BYTES).clamp(2 * rx::BATCH, most.max(2 * rx::BATCH));
-        let domain = Domain::new(&context)?;
+        let domain = Domain::new(&context, config.link.is_relaxed)?;
         let channel = Channel::new(&context)?;
         let sent = Completions::new(&context, PACKETS, None)?;
         let arrived = Completions::new(&context, buffers, Some(&channel))?;
-        let pair = Datagrams::new(&domain, gid.port, (&sent, PACKETS), (&arrived, buffers))?;
+        let pair = Datagrams::new(&domain, &from, (&sent, PACKETS), (&arrived, buffers))?;
+        let name = context.name.clone();
         let refused = |what| {
-            let device = context.name.clone();
+            let device = name.clone();
             move |source| VerbsError::Refused { what, device, source }
         };
         let waker = Waker::new().map_err(refused("open an event file"))?;
         let mut port = Self {
             rx: RxQueue::new(&domain, &arrived, (buffers, attr.mtu_bytes), attr.is_ethernet)?,
             tx: TxQueue::new(&domain, &sent, attr.mtu_bytes, pair.max_inline_len_bytes)?,
-            addresses: AddressCache::new(&domain, Source { gid, traffic_class: config.traffic_class }),
+            addresses: AddressCache::new(&domain, from),
             channel,
             addr: VerbsAddr { gid: gid.gid, lid: if attr.is_ethernet { 0 } else { attr.lid }, qpn: pair.pair.number() },
             device: format!("{}:{}:{}", context.name, gid.port, gid.index),
@@ -149,16 +190,26 @@ impl VerbsPort {
             waker,
             watched: None,
             restarted: None,
+            changes: context.events.changes(),
+            context,
+            events_due: Instant::ZERO,
+            stalled: (0, Instant::ZERO, 0),
+            has_reported: false,
             stats: VerbsStats::default(),
             pair,
         };
-        port.start().map_err(|error| error.unwrap_or_else(|| VerbsError::last("post buffers", &context.name)))?;
+        port.start().map_err(|error| error.unwrap_or_else(|| VerbsError::last("post buffers", &name)))?;
         Ok(port)
     }
 
     /// Return the port's counters.
     pub const fn stats(&self) -> VerbsStats {
         self.stats
+    }
+
+    /// Return whether the device has failed: the port neither sends nor receives any more.
+    pub fn has_failed(&self) -> bool {
+        self.context.events.has_failed()
     }
 
     /// Return the RDMA port and GID index in use, in the format of a [`VerbsLink`].
@@ -186,8 +237,12 @@ impl VerbsPort {
     fn restart(&mut self) {
         if self.restarted.is_some_and(|at| at.elapsed() < RESTART_PAUSE) {
             self.tx.discard(&mut self.stats);
-            return;
+        } else {
+            self.restart_now();
         }
+    }
+
+    fn restart_now(&mut self) {
         // One that cannot be stopped is reset anyway, and then has nothing outstanding.
         let _ = self.pair.pair.stop();
         for _ in 0..DRAIN_POLLS {
@@ -203,6 +258,47 @@ impl VerbsPort {
         self.addresses.clear();
         self.stats.restarts += 1;
         self.restarted = Some(Clock::now());
+    }
+
+    /// Read the device's events, and check that it completes what was posted, if that is due.
+    fn check_device(&mut self, now: Instant) {
+        if now < self.events_due {
+            return;
+        }
+        self.events_due = now + EVENT_INTERVAL;
+        self.poll_events();
+        self.tx.take(&mut self.stats);
+        let (completed, since, restarts) = self.stalled;
+        match self.tx.completed() {
+            done if done != completed => self.stalled = (done, now, 0),
+            _ if !self.tx.is_in_flight() => self.stalled.1 = now,
+            _ if now.saturating_since(since) < STALL_LIMIT => {}
+            _ if restarts > 0 => self.context.events.fail(),
+            _ => {
+                self.restart_now();
+                self.stalled = (self.tx.completed(), now, restarts + 1);
+            }
+        }
+    }
+
+    /// Read the device's events; if addresses have changed, find the own one again.
+    fn poll_events(&mut self) {
+        self.context.poll_events();
+        let changes = self.context.events.changes();
+        if changes == self.changes || self.has_failed() {
+            return;
+        }
+        self.changes = changes;
+        let Ok(gids) = self.context.gids() else { return };
+        let (gid, port) = (self.addr.gid, self.pair.port());
+        let own = gids.iter().filter(|entry| entry.gid == gid && entry.port == port);
+        let own = own.min_by_key(|entry| (!entry.is_v2, entry.index)).copied();
+        self.addresses.set_source(own);
+        if let Some(own) = own {
+            self.device = format!("{}:{}:{}", self.context.name, own.port, own.index);
+        }
+        // Drops the paths, which nothing in flight may use. Peers may have moved as well.
+        self.restart_now();
     }
 
     /// Fetch packets if the batch is used up; return whether there are any.
@@ -286,9 +382,10 @@ impl Port for VerbsPort {
         self.capabilities
     }
 
-    fn receive(&mut self, _now: Instant) -> Option<VerbsRx<'_>> {
+    fn receive(&mut self, now: Instant) -> Option<VerbsRx<'_>> {
         let next = loop {
             if !self.fill() {
+                self.check_device(now);
                 return None;
             }
             if let Some(next) = self.rx.advance(&mut self.stats) {
@@ -306,10 +403,11 @@ impl Port for VerbsPort {
         self.tx.room()
     }
 
-    fn flush(&mut self, _now: Instant) {
+    fn flush(&mut self, now: Instant) {
         if !self.tx.flush(&mut self.pair, &mut self.stats) {
             self.restart();
         }
+        self.check_device(now);
     }
 }
 

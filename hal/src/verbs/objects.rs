@@ -5,18 +5,21 @@
 //! - Pointers into the library do not leave this folder.
 
 use super::config::VerbsError;
-use ibverbs_sys as ibv;
+use super::events::{self, Events};
+use super::ibv;
+use super::quarantine::Quarantine;
 use std::ffi::CStr;
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::{self, NonNull};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// An open device.
 pub(super) struct Context {
     pub(super) raw: NonNull<ibv::ibv_context>,
     pub(super) name: String,
+    pub(super) events: Events,
 }
 
 // SAFETY: the library's calls on a context may come from any thread (ibv_open_device(3): "thread-safe").
@@ -31,6 +34,8 @@ pub(super) struct PortAttr {
     pub(super) is_ethernet: bool,
     pub(super) mtu_bytes: usize,
     pub(super) lid: u16,
+    /// Its speed, in units that only compare.
+    pub(super) rate: u32,
 }
 
 /// An entry of a port's GID table.
@@ -80,8 +85,30 @@ impl Context {
             // SAFETY: a device of the list, which is not freed yet.
             let raw = NonNull::new(unsafe { ibv::ibv_open_device(*device) });
             let raw = raw.ok_or_else(|| VerbsError::last("open the device", name))?;
-            Ok(Arc::new(Self { raw, name: name.clone() }))
+            let context = Arc::new(Self { raw, name: name.clone(), events: Events::default() });
+            match events::set_nonblocking(raw) {
+                Ok(()) => Ok(context),
+                Err(source) => {
+                    Err(VerbsError::Refused { what: "read the device's events", device: name.clone(), source })
+                }
+            }
         })?
+    }
+
+    /// Read the device's events.
+    pub(super) fn poll_events(&self) {
+        self.events.poll(self.raw);
+    }
+
+    /// Return whether the device is iWARP.
+    pub(super) fn is_iwarp(&self) -> bool {
+        // SAFETY: an open device, whose description is valid as long as it.
+        unsafe { (*self.raw.as_ref().device).transport_type == ibv::IBV_TRANSPORT_IWARP }
+    }
+
+    /// Return the descriptor that is readable while there are events.
+    pub(super) fn event_file(&self) -> BorrowedFd<'_> {
+        events::file_of(&self.raw)
     }
 
     pub(super) fn device_attr(&self) -> Result<ibv::ibv_device_attr, VerbsError> {
@@ -105,7 +132,37 @@ impl Context {
             // `enum ibv_mtu`: 1 is 256 bytes, each further value twice as much.
             mtu_bytes: 128 << attr.active_mtu.min(5),
             lid: attr.lid,
+            rate: rate(attr.active_width, attr.active_speed),
         })
+    }
+
+    /// Return the index of a partition key in a port's table, whatever its membership bit; `None` if it is not there.
+    pub(super) fn partition_index(&self, port: u8, key: u16) -> Result<Option<u16>, VerbsError> {
+        let mut limited = None;
+        for index in 0..self.partitions(port)? {
+            let mut found = 0;
+            // SAFETY: an open device, and room for a key.
+            if unsafe { ibv::ibv_query_pkey(self.raw.as_ptr(), port, i32::from(index), &raw mut found) } != 0 {
+                return Err(VerbsError::last("query a partition key", &self.name));
+            }
+            match u16::from_be(found) {
+                found if found == key => return Ok(Some(index)),
+                found if found & !FULL_MEMBER == key & !FULL_MEMBER && key & !FULL_MEMBER != 0 => {
+                    limited = limited.or(Some(index));
+                }
+                _ => {}
+            }
+        }
+        Ok(limited)
+    }
+
+    /// Return the length of a port's table of partition keys.
+    fn partitions(&self, port: u8) -> Result<u16, VerbsError> {
+        let mut attr = ibv::ibv_port_attr::default();
+        // SAFETY: as in `port_attr`.
+        let status = unsafe { ibv::ibv_query_port(self.raw.as_ptr(), port, (&raw mut attr).cast()) };
+        self.check(status, "query the port")?;
+        Ok(attr.pkey_tbl_len)
     }
 
     /// Return the valid entries of the tables of all ports.
@@ -149,6 +206,31 @@ impl Context {
     }
 }
 
+/// The bit of a partition key for full members (InfiniBand Architecture Specification, 10.9.1.1).
+const FULL_MEMBER: u16 = 0x8000;
+
+/// Return lanes times their speed in hundreds of Mbit/s (the codes are those of PortInfo, InfiniBand Architecture
+/// Specification, 14.2.5.6).
+const fn rate(width: u8, speed: u8) -> u32 {
+    let lanes = match width {
+        2 => 4,
+        4 => 8,
+        8 => 12,
+        16 => 2,
+        _ => 1,
+    };
+    let lane = match speed {
+        2 => 50,
+        4 | 8 => 100,
+        16 => 140,
+        32 => 250,
+        64 => 500,
+        128 => 1000,
+        _ => 25,
+    };
+    lanes * lane
+}
+
 impl Drop for Context {
     fn drop(&mut self) {
         // SAFETY: open, closed once, and all objects created from it are gone, as each holds this.
@@ -160,6 +242,10 @@ impl Drop for Context {
 pub(super) struct Domain {
     pub(super) raw: NonNull<ibv::ibv_pd>,
     pub(super) context: Arc<Context>,
+    /// The device may write to memory in any order.
+    pub(super) is_relaxed: bool,
+    /// Keys that were revoked recently.
+    quarantine: Mutex<Quarantine>,
 }
 
 // SAFETY: as of `Context`.
@@ -168,11 +254,17 @@ unsafe impl Send for Domain {}
 unsafe impl Sync for Domain {}
 
 impl Domain {
-    pub(super) fn new(context: &Arc<Context>) -> Result<Arc<Self>, VerbsError> {
+    pub(super) fn new(context: &Arc<Context>, is_relaxed: bool) -> Result<Arc<Self>, VerbsError> {
         // SAFETY: an open device.
         let raw = NonNull::new(unsafe { ibv::ibv_alloc_pd(context.raw.as_ptr()) });
         let raw = raw.ok_or_else(|| VerbsError::last("allocate a protection domain", &context.name))?;
-        Ok(Arc::new(Self { raw, context: Arc::clone(context) }))
+        Ok(Arc::new(Self { raw, context: Arc::clone(context), is_relaxed, quarantine: Mutex::default() }))
+    }
+
+    /// Return the keys that were revoked recently.
+    pub(super) fn quarantine(&self) -> MutexGuard<'_, Quarantine> {
+        // A panic elsewhere leaves the list consistent.
+        self.quarantine.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -13,32 +13,34 @@
 //!   memory.
 
 mod connection;
+mod ending;
 
 use connection::random_psn;
 pub(super) use connection::{connect, prepare};
 
 use super::config::VerbsError;
 use super::datagrams::Source;
-use super::objects::Completions;
-use super::pair::QueuePair;
+use super::ibv;
+use super::objects::{Completions, Context};
+use super::pair::{BARRIER, QueuePair};
 use super::region::{ExposedRegion, VerbsDomain};
 use super::shared_receives::SharedReceives;
 use super::slots::Slots;
 use crate::remote::{LinkError, RegionError, RemoteRegion};
-use ibverbs_sys as ibv;
 use serde::{Deserialize, Serialize};
 use std::ptr;
 use std::sync::Arc;
+use std::time::Instant;
 use thiserror::Error;
 
 /// The maximum number of operations in flight.
-const OPERATIONS: usize = 128;
+pub(super) const OPERATIONS: usize = 128;
+
+/// The length of messages to send inline: a few ring entries.
+const INLINE_LEN_BYTES: u32 = 192;
 
 /// Completions fetched in one call.
 const BATCH: usize = 16;
-
-/// How often a stopped connection is polled for outstanding completions.
-const DRAIN_POLLS: u32 = 100_000;
 
 /// The address of one end of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -53,6 +55,8 @@ pub struct OneSidedEnd {
     pub psn: u32,
     /// The MTU of its port in bytes.
     pub mtu_bytes: u16,
+    /// The RDMA READs that it serves at a time; 0: not known, as of earlier releases.
+    pub reads: u8,
 }
 
 /// Why an operation was not queued.
@@ -90,7 +94,8 @@ pub struct Progress {
 
 /// One end of a connection.
 pub struct OneSided {
-    pair: QueuePair,
+    /// `None` once it is destroyed.
+    pair: Option<QueuePair>,
     completions: Arc<Completions>,
     requests: Box<[ibv::ibv_send_wr]>,
     pieces: Box<[ibv::ibv_sge]>,
@@ -101,9 +106,17 @@ pub struct OneSided {
     error: Option<LinkError>,
     /// The number after the last completed operation, also a failed one.
     returned: u64,
+    /// All that the peer had begun before the connection was stopped has taken effect.
+    is_settled: bool,
+    /// The length of messages that are copied into their request, so that the device need not read them from memory.
+    max_inline_len_bytes: usize,
     end: OneSidedEnd,
+    context: Arc<Context>,
+    /// Polls without a completion.
+    idle_polls: u32,
+    /// Since when nothing has completed, though operations are in flight.
+    stalled: Option<Instant>,
     from: Source,
-    reads: u8,
     /// Buffers of messages until they are acknowledged, on a connection with messages.
     slots: Option<Slots>,
     stats: LinkStats,
@@ -127,6 +140,10 @@ pub struct LinkStats {
     pub written_bytes: u64,
     /// Messages sent.
     pub messages: u64,
+    /// Messages that the device did not have to read from memory.
+    pub inline_messages: u64,
+    /// The vendor's error (`vendor_err`) of the completion that ended the connection; 0 if none did.
+    pub vendor_error: u32,
 }
 
 // SAFETY: the requests point to pieces of this connection, in heap memory that moves with it.
@@ -135,34 +152,38 @@ unsafe impl Send for OneSided {}
 impl OneSided {
     pub(super) fn new(domain: &VerbsDomain, receives: Option<&SharedReceives>) -> Result<Self, VerbsError> {
         let context = &domain.domain.context;
-        let completions = Completions::new(context, OPERATIONS, receives.map(|receives| &receives.channel))?;
-        let cap = ibv::ibv_qp_cap {
+        let completions = Completions::new(context, OPERATIONS + 1, receives.map(|receives| &receives.channel))?;
+        let cap = |max_inline_data| ibv::ibv_qp_cap {
             max_send_wr: OPERATIONS as u32,
-            // Nothing is received, but some devices refuse 0.
+            // For the barrier of a fence.
             max_recv_wr: 1,
             max_send_sge: 1,
             max_recv_sge: 1,
-            max_inline_data: 0,
+            max_inline_data,
         };
         let kind = ibv::ibv_qp_type::IBV_QPT_RC;
         let arrivals = receives.map_or(&completions, |receives| &receives.completions);
         let srq = receives.map(|receives| &receives.srq);
-        let (mut pair, _) = QueuePair::sharing(&domain.domain, kind, (&completions, arrivals, srq), cap)?;
-        prepare(&mut pair, domain.gid.port)?;
+        let create = |inline| QueuePair::sharing(&domain.domain, kind, (&completions, arrivals, srq), cap(inline));
+        // Only messages are sent inline, and not all devices support as much.
+        let inline = if receives.is_some() { INLINE_LEN_BYTES } else { 0 };
+        let (mut pair, max_inline_len_bytes) = create(inline).or_else(|_| create(0))?;
+        prepare(&mut pair, &domain.from)?;
         let mut pieces: Box<[_]> = (0..OPERATIONS).map(|_| ibv::ibv_sge::default()).collect();
         let request =
             |piece: &mut ibv::ibv_sge| ibv::ibv_send_wr { sg_list: piece, num_sge: 1, ..ibv::ibv_send_wr::default() };
         let requests = pieces.iter_mut().map(request).collect();
         let end = OneSidedEnd {
-            gid: domain.gid.gid,
+            gid: domain.from.gid.gid,
             lid: if domain.attr.is_ethernet { 0 } else { domain.attr.lid },
             qpn: pair.number(),
             psn: random_psn(context)?,
             // At most 4096.
             mtu_bytes: domain.attr.mtu_bytes as u16,
+            reads: domain.reads,
         };
         Ok(Self {
-            pair,
+            pair: Some(pair),
             completions,
             requests,
             pieces,
@@ -172,9 +193,13 @@ impl OneSided {
             done: 0,
             error: None,
             returned: 0,
+            is_settled: false,
+            max_inline_len_bytes,
             end,
-            from: Source { gid: domain.gid, traffic_class: domain.traffic_class },
-            reads: domain.reads,
+            context: Arc::clone(context),
+            idle_polls: 0,
+            stalled: None,
+            from: domain.from,
             slots: receives.map(|_| Slots::new(&domain.domain)).transpose()?,
             stats: LinkStats::default(),
         })
@@ -190,7 +215,12 @@ impl OneSided {
     /// # Errors
     /// [`VerbsError`], also if the other host cannot be resolved.
     pub fn connect(&mut self, peer: &OneSidedEnd) -> Result<(), VerbsError> {
-        connect(&mut self.pair, &self.from, (&self.end, peer), self.reads)
+        let pair = self.pair.as_mut().ok_or_else(|| VerbsError::Refused {
+            what: "connect a fenced queue pair",
+            device: self.context.name.clone(),
+            source: std::io::ErrorKind::NotConnected.into(),
+        })?;
+        connect(pair, &self.from, (&self.end, peer))
     }
 
     /// Queue an RDMA READ of `len_bytes` from the peer's region at offset `there.1` into the local region at offset
@@ -257,6 +287,10 @@ impl OneSided {
         // Cannot fail: there is room, and no error.
         let queued = self.queue_checked((opcode, None), here, (0, 0), message.len() as u32);
         debug_assert_eq!(queued, Ok(nth));
+        if message.len() <= self.max_inline_len_bytes {
+            self.requests[ring_index(nth)].send_flags = ibv::ibv_send_flags::IBV_SEND_INLINE.0;
+            self.stats.inline_messages += 1;
+        }
         self.stats.messages += 1;
         self.flush();
         self.error.map_or(Ok(true), Err)
@@ -323,25 +357,25 @@ impl OneSided {
 
     /// Post the queued operations.
     pub fn flush(&mut self) {
-        if self.posted == self.written || self.error.is_some() {
+        let Some(pair) = self.pair.as_mut().filter(|_| self.posted < self.written && self.error.is_none()) else {
             return;
-        }
+        };
         for nth in self.posted..self.written {
             let is_last = nth + 1 == self.written;
             let next: *mut _ = if is_last { ptr::null_mut() } else { &raw mut self.requests[ring_index(nth + 1)] };
             let request = &mut self.requests[ring_index(nth)];
             request.next = next;
             if is_last {
-                request.send_flags = ibv::ibv_send_flags::IBV_SEND_SIGNALED.0;
+                request.send_flags |= ibv::ibv_send_flags::IBV_SEND_SIGNALED.0;
             }
         }
         self.stats.posts += 1;
         let first = &raw mut self.requests[ring_index(self.posted)];
         // SAFETY: the chain consists of this connection's requests, which stay in place with their pieces; regions
         // dropped meanwhile are deregistered before their memory is freed, so the device refuses them.
-        match unsafe { self.pair.post_send(first) } {
+        match unsafe { pair.post_send(first) } {
             Ok(()) => self.posted = self.written,
-            Err(errno) => self.error = Some(LinkError::Status(errno.unsigned_abs())),
+            Err(errno) => self.error = Some(LinkError::Status { status: errno.unsigned_abs(), vendor: 0 }),
         }
     }
 
@@ -353,6 +387,10 @@ impl OneSided {
             self.stats.completions += count as u64;
             for completion in &self.taken[..count] {
                 let nth = completion.wr_id();
+                if nth == BARRIER {
+                    self.is_settled = true;
+                    continue;
+                }
                 self.returned = self.returned.max(nth + 1);
                 if self.error.is_some() {
                     continue;
@@ -360,32 +398,17 @@ impl OneSided {
                 match error_of(completion) {
                     None => self.done = nth + 1,
                     // Completions are in order: all operations before it are complete.
-                    error => (self.done, self.error) = (nth, error),
+                    error => {
+                        (self.done, self.error) = (nth, error);
+                        self.stats.vendor_error = completion.error().map_or(0, |(_, vendor)| vendor);
+                    }
                 }
             }
             if count < BATCH {
+                self.check_device(count > 0);
                 return Progress { done: self.done, error: self.error };
             }
         }
-    }
-
-    /// End the connection. Afterwards no operation that the peer has begun takes effect in local memory, and every
-    /// local operation has completed or never will. The given regions, whose keys the peer has, are revoked, so that no
-    /// other connection can access them either.
-    ///
-    /// # Errors
-    /// [`VerbsError`]: the peer may still access the regions, and their contents must not be trusted.
-    pub fn fence<'a>(&mut self, regions: impl IntoIterator<Item = &'a mut ExposedRegion>) -> Result<(), VerbsError> {
-        self.pair.stop()?;
-        for _ in 0..DRAIN_POLLS {
-            self.poll();
-            if self.returned >= self.posted {
-                break;
-            }
-            std::thread::yield_now();
-        }
-        self.error = self.error.or(Some(LinkError::Fenced));
-        regions.into_iter().try_for_each(ExposedRegion::revoke)
     }
 }
 
@@ -396,19 +419,20 @@ impl std::fmt::Debug for OneSided {
             .field("written", &self.written)
             .field("done", &self.done)
             .field("error", &self.error)
+            .field("vendor_error", &self.stats.vendor_error)
             .finish_non_exhaustive()
     }
 }
 
 fn error_of(completion: &ibv::ibv_wc) -> Option<LinkError> {
     use ibv::ibv_wc_status as status;
-    completion.error().map(|(found, _)| match found {
+    completion.error().map(|(found, vendor)| match found {
         status::IBV_WC_REM_ACCESS_ERR | status::IBV_WC_REM_INV_REQ_ERR | status::IBV_WC_REM_OP_ERR => {
             LinkError::RemoteAccess
         }
         status::IBV_WC_RETRY_EXC_ERR | status::IBV_WC_RNR_RETRY_EXC_ERR => LinkError::PeerGone,
         status::IBV_WC_WR_FLUSH_ERR => LinkError::Fenced,
-        other => LinkError::Status(other),
+        status => LinkError::Status { status, vendor },
     })
 }
 

@@ -1,11 +1,14 @@
 //! A queue pair, of either type.
 
 use super::config::VerbsError;
+use super::ibv;
 use super::objects::{Completions, Domain};
 use super::shared_receives::Srq;
-use ibverbs_sys as ibv;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
+
+/// The number of the empty buffer behind everything that a stopped queue pair has received.
+pub(super) const BARRIER: u64 = u64::MAX;
 
 /// A queue pair.
 pub(super) struct QueuePair {
@@ -96,6 +99,29 @@ impl QueuePair {
         self.modify(attr, ibv::ibv_qp_attr_mask(0))
     }
 
+    /// Return whether it receives from a shared queue.
+    pub(super) const fn is_sharing(&self) -> bool {
+        self.srq.is_some()
+    }
+
+    /// After [`QueuePair::stop`], on a shared queue: return whether the device has reported that all that the peer had
+    /// begun has reached memory, and all arrivals their completion queue (InfiniBand Architecture Specification,
+    /// 11.5.2, "Last WQE Reached"). True once.
+    pub(super) fn take_reached(&self) -> bool {
+        let context = &self.domain.context;
+        context.poll_events();
+        context.events.take_reached(self.number())
+    }
+
+    /// After [`QueuePair::stop`], without a shared queue: post an empty buffer, whose completion, with the number
+    /// [`BARRIER`], follows all that the peer had begun. False if there is no room.
+    pub(super) fn post_barrier(&mut self) -> bool {
+        let mut empty =
+            ibv::ibv_recv_wr { wr_id: BARRIER, next: ptr::null_mut(), sg_list: ptr::null_mut(), num_sge: 0 };
+        // SAFETY: a buffer without memory.
+        unsafe { self.post_receive(&raw mut empty) }.is_ok()
+    }
+
     /// Post a chain of send requests. On an error, the requests from some point of the chain on were not posted.
     ///
     /// # Safety
@@ -130,7 +156,9 @@ impl QueuePair {
 
 impl Drop for QueuePair {
     fn drop(&mut self) {
+        let number = self.number();
         // SAFETY: destroyed once; afterwards the device does not access its memory.
         unsafe { ibv::ibv_destroy_qp(self.raw.as_ptr()) };
+        self.domain.context.events.take_reached(number);
     }
 }

@@ -11,6 +11,7 @@
 
 use super::config::VerbsError;
 use super::copying::{BatchOutcome, CHAINS, Copier, Copy, CopyEngine, MapMemoryError, NotPosted};
+use super::ibv::ibv_wr_opcode;
 use super::memory::Registration;
 use super::objects::Domain;
 use super::one_sided::{LinkStats, MESSAGE_MAX_BYTES, OneSided};
@@ -20,7 +21,6 @@ use crate::dma::{
     Capabilities, Chain, Completion, DmaMemory, Engine, LocalMemory, RegionKey, Scope, Span, Status, SubmitError,
 };
 use crate::remote::{Arrived, BUFFERS, Link as MessageLink, LinkError, MESSAGE_LEN_BYTES, RemoteRegion};
-use ibverbs_sys::ibv_wr_opcode;
 use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -57,7 +57,8 @@ impl PeerEngine {
     /// [`Status::Hardware`].
     ///
     /// # Errors
-    /// [`VerbsError`]
+    /// [`VerbsError`]: the connection could not be stopped first, and was destroyed; receive buffers in use at that
+    /// moment may be lost.
     pub fn detach(&mut self, peer: u16) -> Result<(), VerbsError> {
         self.engine.copier_mut().detach(peer)
     }
@@ -93,7 +94,8 @@ impl PeerEngine {
 
     /// Let [`PeerEngine::file`] become readable on the next arrival or completion. Poll once more after this call.
     pub fn arm(&mut self) {
-        let Peers { links, receives, .. } = self.engine.copier_mut();
+        let Peers { links, receives, domain, .. } = self.engine.copier_mut();
+        domain.context.poll_events();
         receives.iter().for_each(SharedReceives::arm);
         links.iter().filter_map(|link| link.connection.as_ref()).for_each(OneSided::arm);
     }
@@ -101,6 +103,11 @@ impl PeerEngine {
     /// Return the descriptor that becomes readable; `None` if the engine has no queue for messages.
     pub fn file(&self) -> Option<BorrowedFd<'_>> {
         self.engine.copier().receives.as_ref().map(|receives| receives.channel.fd())
+    }
+
+    /// Return whether the device has failed: nothing on it makes progress any more, and every connection has ended.
+    pub fn has_failed(&self) -> bool {
+        self.engine.copier().domain.context.events.has_failed()
     }
 
     /// Return the counters of a peer's connection, and those of all receptions.
@@ -193,6 +200,8 @@ struct Link {
     marks: VecDeque<(u64, u64)>,
     /// Operations that the batch being posted needs.
     wanted: usize,
+    /// It could not be stopped.
+    is_unstoppable: bool,
     /// The number of its queue pair.
     qpn: u32,
     /// Arrivals that were not taken.
@@ -226,9 +235,13 @@ impl MessageLink for PeerLink<'_> {
         match link.inbox.pop_front() {
             Some(received) => Ok(self.peers.receives.as_mut().map(|receives| receives.take(received, into))),
             // Without arrivals, poll for the completion of sent messages: that is how a dead peer is noticed.
-            None => match link.connection.as_mut().filter(|connection| !connection.is_idle()) {
-                Some(connection) => connection.poll().error.map_or(Ok(None), Err),
-                None => link.error().map_or(Ok(None), Err),
+            None => match &mut link.connection {
+                Some(connection) if !connection.is_idle() => connection.poll().error.map_or(Ok(None), Err),
+                Some(connection) => {
+                    connection.check_device(false);
+                    connection.error().map_or(Ok(None), Err)
+                }
+                None => Err(LinkError::Fenced),
             },
         }
     }
@@ -263,7 +276,7 @@ impl Peers {
     fn attach(&mut self, connection: OneSided) -> u16 {
         let (marks, inbox) = (VecDeque::with_capacity(CHAINS), VecDeque::with_capacity(BUFFERS));
         let qpn = connection.end().qpn;
-        let link = Link { connection: Some(connection), marks, wanted: 0, qpn, inbox };
+        let link = Link { connection: Some(connection), marks, wanted: 0, is_unstoppable: false, qpn, inbox };
         // Reuse the number of a peer whose connection has ended and that no batch waits for.
         let free = self.links.iter().position(|link| link.connection.is_none() && link.marks.is_empty());
         let at = free.unwrap_or(self.links.len());
@@ -278,34 +291,38 @@ impl Peers {
 
     fn detach(&mut self, peer: u16) -> Result<(), VerbsError> {
         let Some(link) = self.links.get_mut(usize::from(peer)) else { return Ok(()) };
-        if let Some(connection) = &mut link.connection {
-            connection.fence([])?;
-        }
+        // Whether everything has taken effect or not: the connection is destroyed.
+        let stopped = link.connection.as_mut().map_or(Ok(true), OneSided::stop);
+        self.destroy(peer.into());
+        let link = &mut self.links[usize::from(peer)];
         link.connection = None;
         let inbox = std::mem::take(&mut link.inbox);
         self.receives.iter_mut().for_each(|receives| inbox.iter().for_each(|&received| receives.discard(received)));
         self.poll_connections();
-        Ok(())
+        stopped.map(|_| ())
+    }
+
+    /// Destroy the queue pair of a connection that was stopped, if that was possible. Drivers discard the completions
+    /// of a destroyed queue pair and with them the numbers of its buffers, so all of them are read before.
+    fn destroy(&mut self, peer: usize) {
+        self.receive();
+        self.links[peer].connection.iter_mut().for_each(OneSided::destroy);
     }
 
     /// Take arrivals of all peers. Those of unknown queue pairs are discarded.
     fn receive(&mut self) {
         let Self { links, receives, .. } = self;
         let Some(receives) = receives else { return };
-        let mut unknown: heapless::Vec<Received, { 2 * BUFFERS }> = heapless::Vec::new();
         receives.poll(|qpn, received| {
-            match links.iter_mut().find(|link| link.qpn == qpn && link.connection.is_some()) {
-                Some(link) => link.inbox.push_back(received),
-                // Bounded by what one connection can have in flight.
-                None => _ = unknown.push(received),
-            }
+            let link = links.iter_mut().find(|link| link.qpn == qpn && link.connection.is_some());
+            link.map(|link| link.inbox.push_back(received)).is_some()
         });
-        unknown.into_iter().for_each(|received| receives.discard(received));
     }
 
     /// Take completed batches, and those that failed with their connection.
     fn poll_connections(&mut self) {
         let Self { links, batches, ended, .. } = self;
+        let mut has_unstoppable = false;
         for link in links {
             // No batch waits for this connection.
             if link.marks.is_empty() {
@@ -314,9 +331,10 @@ impl Peers {
             let progress = link.connection.as_mut().map(OneSided::poll);
             let done = progress.map_or(0, |progress| progress.done);
             let is_over = progress.is_none_or(|progress| progress.error.is_some());
-            // Whatever ended it, no operation may take effect any more; a connection that cannot be fenced is
-            // destroyed.
-            link.connection.take_if(|connection| is_over && connection.fence([]).is_err());
+            // Whatever ended it, no operation may take effect any more; a connection that does not stop is destroyed.
+            let connection = link.connection.as_mut().filter(|_| is_over);
+            link.is_unstoppable = connection.is_some_and(|connection| !connection.stop().unwrap_or(false));
+            has_unstoppable |= link.is_unstoppable;
             while let Some(&(end, number)) = link.marks.front() {
                 let is_done = end <= done;
                 if !is_done && !is_over {
@@ -332,6 +350,13 @@ impl Peers {
                     } else {
                         BatchOutcome::Done(number)
                     });
+                }
+            }
+        }
+        if has_unstoppable {
+            for at in 0..self.links.len() {
+                if std::mem::take(&mut self.links[at].is_unstoppable) {
+                    self.destroy(at);
                 }
             }
         }

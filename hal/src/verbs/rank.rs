@@ -3,7 +3,7 @@
 //!
 //! Invariants:
 //! - A caller's memory is registered for remote reads only, the landing area also for writes.
-//! - After [`RankLink::fence`] the queue pair is in the error state and drained, and no memory is registered.
+//! - After [`RankLink::fence`] the queue pair is stopped, drained and destroyed, and no memory is registered.
 //! - There are receive buffers for everything that can be outstanding: results not yet taken, and messages.
 
 use super::config::{VerbsConfig, VerbsError, VerbsLink};
@@ -24,7 +24,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 /// The maximum number of results announced and not taken: a rank has as many places for answers.
-const LANDED_MAX: usize = 1024;
+pub(super) const LANDED_MAX: usize = 1024;
 
 impl OneSidedEnd {
     /// Serialize for the handshake.
@@ -33,7 +33,8 @@ impl OneSidedEnd {
         bytes[..16].copy_from_slice(&self.gid);
         bytes[16..18].copy_from_slice(&self.lid.to_le_bytes());
         bytes[18..20].copy_from_slice(&self.mtu_bytes.to_le_bytes());
-        bytes[20..24].copy_from_slice(&self.qpn.to_le_bytes());
+        // Numbers of queue pairs have 24 bits.
+        bytes[20..24].copy_from_slice(&(self.qpn | u32::from(self.reads) << 24).to_le_bytes());
         bytes[24..28].copy_from_slice(&self.psn.to_le_bytes());
         LinkEnd(bytes)
     }
@@ -43,7 +44,8 @@ impl OneSidedEnd {
         let word = |at: usize| u32::from_le_bytes(std::array::from_fn(|nth| end.0[at + nth]));
         let half = |at: usize| u16::from_le_bytes([end.0[at], end.0[at + 1]]);
         let gid = std::array::from_fn(|nth| end.0[nth]);
-        Self { gid, lid: half(16), mtu_bytes: half(18), qpn: word(20), psn: word(24) }
+        let (qpn, reads) = (word(20) & 0xff_ffff, end.0[23]);
+        Self { gid, lid: half(16), mtu_bytes: half(18), qpn, psn: word(24), reads }
     }
 }
 
@@ -97,6 +99,16 @@ impl RankEnd {
     }
 }
 
+impl RankEnd {
+    fn poll_arrivals(&mut self) {
+        let inbox = &mut self.inbox;
+        self.receives.poll(|_, received| {
+            inbox.push_back(received);
+            true
+        });
+    }
+}
+
 impl Link for RankEnd {
     fn send(&mut self, message: &[u8]) -> Result<bool, LinkError> {
         self.connection.send(message)
@@ -104,13 +116,15 @@ impl Link for RankEnd {
 
     fn receive(&mut self, into: &mut [u8; MESSAGE_LEN_BYTES]) -> Result<Option<Arrived>, LinkError> {
         if self.inbox.is_empty() {
-            let inbox = &mut self.inbox;
-            self.receives.poll(|_, received| inbox.push_back(received));
+            self.poll_arrivals();
         }
         match self.inbox.pop_front() {
             Some(received) => Ok(Some(self.receives.take(received, into))),
             // Without arrivals, poll for the completion of sent messages: that is how a dead peer is noticed.
-            None if self.connection.is_idle() => self.connection.error().map_or(Ok(None), Err),
+            None if self.connection.is_idle() => {
+                self.connection.check_device(false);
+                self.connection.error().map_or(Ok(None), Err)
+            }
             None => self.connection.poll().error.map_or(Ok(None), Err),
         }
     }
@@ -141,14 +155,22 @@ impl RankLink for RankEnd {
     }
 
     fn fence(&mut self) -> Result<(), LinkFailure> {
-        self.connection.fence([]).map_err(failure)?;
+        let stopped = self.connection.stop();
+        // Drivers discard unread completions of a destroyed queue pair.
+        self.poll_arrivals();
+        self.connection.destroy();
+        stopped.map_err(failure)?;
+        // All of them, also if one fails.
+        let ends = self.exposed.iter_mut().map(Registration::deregister).filter_map(Result::err);
+        let failed = ends.last();
         self.exposed.clear();
-        Ok(())
+        failed.map_or(Ok(()), |error| Err(failure(error)))
     }
 
     fn arm(&mut self) {
         self.receives.arm();
         self.connection.arm();
+        self.connection.poll_events();
     }
 
     fn file(&self) -> BorrowedFd<'_> {
@@ -163,7 +185,7 @@ mod tests {
     #[test]
     fn end_round_trips_through_link_end() {
         let gid = std::array::from_fn(|nth| nth as u8);
-        let end = OneSidedEnd { gid, lid: 0x1112, qpn: 0x21_2223, psn: 0x31_3233, mtu_bytes: 4096 };
+        let end = OneSidedEnd { gid, lid: 0x1112, qpn: 0x21_2223, psn: 0x31_3233, mtu_bytes: 4096, reads: 16 };
         assert_eq!(OneSidedEnd::from_link_end(&end.to_link_end()), end);
     }
 }

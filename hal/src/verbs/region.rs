@@ -2,7 +2,9 @@
 //!
 //! Invariants:
 //! - A region's description ([`RemoteRegion`]) is valid until the region is revoked; afterwards the hardware refuses
-//!   its key from every peer, and the next description has a higher generation.
+//!   its key from every peer, and the next description has a higher generation. Devices use keys again: this domain
+//!   exposes nothing under a key that was revoked within 30 seconds, among the last 64. A peer that uses a key for
+//!   longer, or in the moment in which such a registration is replaced, may access other exposed memory of the domain.
 //! - A range is checked against both regions before it is posted. If a peer's description of its own region is wrong,
 //!   the peer's hardware refuses the access, and the connection ends with
 //!   [`LinkError::RemoteAccess`](super::LinkError).
@@ -10,20 +12,19 @@
 //!   separate domains.
 
 use super::config::{VerbsConfig, VerbsError};
+use super::datagrams::Source;
 use super::discover::{self, PortLocation};
 use super::memory::RegisteredBuffer;
-use super::objects::{Domain, GidEntry, PortAttr};
+use super::objects::{Domain, PortAttr};
 use super::one_sided::OneSided;
 use super::shared_receives::SharedReceives;
 use crate::remote::{RegionError, RemoteRegion, check_range};
-use crate::traffic_class::TrafficClass;
 use std::sync::Arc;
 
 /// A protection domain on an RDMA port: regions, and the connections through which peers access them.
 pub struct VerbsDomain {
     pub(super) domain: Arc<Domain>,
-    pub(super) gid: GidEntry,
-    pub(super) traffic_class: TrafficClass,
+    pub(super) from: Source,
     pub(super) attr: PortAttr,
     /// RDMA READs that a connection may have outstanding, in each direction.
     pub(super) reads: u8,
@@ -35,12 +36,13 @@ impl VerbsDomain {
     /// # Errors
     /// [`VerbsError`]
     pub fn open(config: &VerbsConfig) -> Result<Self, VerbsError> {
-        let PortLocation { context, attr, gid } = discover::find(config)?;
+        let location = discover::find(config)?;
+        let from = location.source(config)?;
+        let PortLocation { context, attr, .. } = location;
         let limits = context.device_attr()?;
         let reads = limits.max_qp_rd_atom.min(limits.max_qp_init_rd_atom).clamp(1, MAX_READS);
         // Clamped to at most `MAX_READS`.
-        let (domain, traffic_class) = (Domain::new(&context)?, config.traffic_class);
-        Ok(Self { domain, gid, traffic_class, attr, reads: reads as u8 })
+        Ok(Self { domain: Domain::new(&context, config.link.is_relaxed)?, from, attr, reads: reads as u8 })
     }
 
     /// Allocate zeroed memory that peers of this domain's connections may read and write.
@@ -70,7 +72,7 @@ impl VerbsDomain {
 
 impl std::fmt::Debug for VerbsDomain {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("VerbsDomain").field("gid", &self.gid).field("attr", &self.attr).finish_non_exhaustive()
+        f.debug_struct("VerbsDomain").field("from", &self.from).field("attr", &self.attr).finish_non_exhaustive()
     }
 }
 
@@ -116,7 +118,8 @@ impl ExposedRegion {
         Ok(())
     }
 
-    /// Revoke all peers' access: their key becomes invalid. The next description has a new key.
+    /// Revoke all peers' access: their key becomes invalid. The next description has a new key. See the module on how
+    /// long the old one opens nothing else.
     ///
     /// # Errors
     /// [`VerbsError::Register`]; nothing has changed then.

@@ -10,10 +10,10 @@
 use super::config::{VerbsError, VerbsStats};
 use super::datagrams::Datagrams;
 use super::grh::{GRH_LEN_BYTES, Origin, origin};
+use super::ibv;
 use super::memory::RegisteredBuffer;
 use super::objects::{Completions, Domain};
 use crate::port::VerbsAddr;
-use ibverbs_sys as ibv;
 use std::ptr;
 use std::sync::Arc;
 
@@ -26,7 +26,10 @@ pub(super) struct Failed;
 
 /// The maximum MTU of InfiniBand. Buffers are that long whatever this port's MTU is, because a packet too long for its
 /// buffer can stop a queue pair.
-const LONGEST_LEN_BYTES: usize = 4096;
+pub(super) const LONGEST_LEN_BYTES: usize = 4096;
+
+/// The length of a buffer.
+pub(super) const STRIDE_LEN_BYTES: usize = (GRH_LEN_BYTES + LONGEST_LEN_BYTES).next_multiple_of(64);
 
 /// A packet of the batch.
 #[derive(Debug, Clone, Copy)]
@@ -69,7 +72,7 @@ impl RxQueue {
         (buffers, max_packet_len_bytes): (usize, usize),
         is_ethernet: bool,
     ) -> Result<Self, VerbsError> {
-        let stride_bytes = (GRH_LEN_BYTES + LONGEST_LEN_BYTES).next_multiple_of(64);
+        let stride_bytes = STRIDE_LEN_BYTES;
         let memory = RegisteredBuffer::new(domain, buffers * stride_bytes)?;
         let piece = |buffer| ibv::ibv_sge {
             addr: memory.device_addr(buffer * stride_bytes, stride_bytes),

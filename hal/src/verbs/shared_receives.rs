@@ -6,11 +6,11 @@
 //! - Polling takes no lock and allocates nothing; many buffers are posted again in one call.
 
 use super::config::VerbsError;
+use super::ibv;
 use super::memory::RegisteredBuffer;
 use super::objects::{Channel, Completions, Domain};
 use super::region::VerbsDomain;
 use crate::remote::{Arrived, MESSAGE_LEN_BYTES};
-use ibverbs_sys as ibv;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ use std::sync::Arc;
 const BATCH: usize = 32;
 
 /// Free buffers that trigger a post.
-const REPOST_BATCH: usize = 16;
+pub(super) const REPOST_BATCH: usize = 16;
 
 /// A shared receive queue, kept alive by the queue pairs that use it.
 pub(super) struct Srq {
@@ -108,11 +108,13 @@ pub struct SharedReceives {
 unsafe impl Send for SharedReceives {}
 
 impl SharedReceives {
-    /// Create a queue of `buffers` buffers.
+    /// Create a queue in which `buffers` buffers are always posted or hold a message that was not taken; a few
+    /// more wait to be posted together.
     ///
     /// # Errors
     /// [`VerbsError`]
     pub fn new(domain: &VerbsDomain, buffers: usize) -> Result<Self, VerbsError> {
+        let buffers = buffers + REPOST_BATCH - 1;
         let context = &domain.domain.context;
         let channel = Channel::new(context)?;
         let completions = Completions::new(context, buffers, Some(&channel))?;
@@ -146,8 +148,9 @@ impl SharedReceives {
         self.stats
     }
 
-    /// Call `each` for every arrival, with the number of its queue pair; returns whether there was any.
-    pub(super) fn poll(&mut self, mut each: impl FnMut(u32, Received)) -> bool {
+    /// Call `each` for every arrival, with the number of its queue pair; an arrival for which it returns false is
+    /// discarded. Returns whether there was any.
+    pub(super) fn poll(&mut self, mut each: impl FnMut(u32, Received) -> bool) -> bool {
         let mut any = false;
         loop {
             self.stats.polls += 1;
@@ -168,7 +171,10 @@ impl SharedReceives {
                     None => {
                         self.stats.messages += 1;
                         // At most the length of the buffer.
-                        each(completion.qp_num, Received::Message { buffer, len: completion.len() as u32 });
+                        let len = completion.len() as u32;
+                        if !each(completion.qp_num, Received::Message { buffer, len }) {
+                            self.free.push(buffer);
+                        }
                     }
                 }
             }

@@ -12,10 +12,10 @@
 use super::address_cache::AddressCache;
 use super::config::{VerbsError, VerbsStats};
 use super::datagrams::{Datagrams, Q_KEY};
+use super::ibv;
 use super::memory::RegisteredBuffer;
 use super::objects::{Completions, Domain};
 use crate::port::VerbsAddr;
-use ibverbs_sys as ibv;
 use std::ptr;
 use std::sync::Arc;
 
@@ -184,6 +184,11 @@ impl TxQueue {
                 return;
             }
         }
+    }
+
+    /// Return how many packets have completed, or were given up.
+    pub(super) const fn completed(&self) -> u64 {
+        self.done
     }
 
     /// Return whether packets are in flight.

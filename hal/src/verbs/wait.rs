@@ -26,8 +26,8 @@ impl Sleeper for VerbsPort {
         self.fill()
     }
 
-    /// Sleep until the channel or the waker is ready, or the timeout has passed. `Woken` if the watched descriptor is
-    /// readable.
+    /// Sleep until the channel or the waker is ready, the device has an event, or the timeout has passed. `Woken` if
+    /// the watched descriptor is readable, or the device has failed.
     fn sleep(&mut self, timeout: Option<Duration>) -> Option<Wake> {
         self.rx.arm();
         if let Some(wake) = check(self) {
@@ -36,19 +36,25 @@ impl Sleeper for VerbsPort {
         let channel = self.channel.fd();
         // Without a watched descriptor, the third repeats the first.
         let watched = self.watched.as_ref().map_or(channel, AsFd::as_fd);
-        let mut fds = [channel, self.waker.file(), watched].map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+        let fds = [channel, self.waker.file(), watched, self.context.event_file()];
+        let mut fds = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
         // A duration out of the structure's range (292 billion years) means no timeout.
         let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
         if poll(&mut fds, timeout.as_ref()).is_err() {
             return None; // Interrupted: the caller's loop checks again.
         }
-        let [channel, woken, watched] = fds.map(|fd| fd.revents().contains(PollFlags::IN));
+        let [channel, woken, watched, has_events] = fds.map(|fd| !fd.revents().is_empty());
         if woken {
             self.waker.drain_unraised();
         }
         if channel {
             self.channel.take_events();
         }
-        (self.watched.is_some() && watched).then_some(Wake::Woken)
+        let mut has_failed_now = false;
+        if has_events {
+            self.poll_events();
+            has_failed_now = self.has_failed() && !std::mem::replace(&mut self.has_reported, true);
+        }
+        (has_failed_now || self.watched.is_some() && watched).then_some(Wake::Woken)
     }
 }

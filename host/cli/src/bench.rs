@@ -260,7 +260,7 @@ fn nanos(time: Duration) -> u64 {
 fn add(sum: &mut Measured, outcome: Outcome) {
     sum.path = Some(outcome.path);
     sum.trees = sum.trees.into_iter().chain([outcome.trees]).min();
-    sum.fallback = sum.fallback.take().or(outcome.fallback);
+    sum.fallback = sum.fallback.take().or(outcome.fallback.map(|why| why.to_string()));
     sum.wire_bytes += outcome.wire_bytes;
     sum.retransmits += outcome.retransmits;
     let slowest = outcome.slowest.map(|slowest| (slowest.rank.0, slowest.late_us));

@@ -1,16 +1,17 @@
-//! `sumac card list`: the cards that this host can flash, and the state that each reports.
+//! `sumac card`: the cards that this host can flash, the state that each reports, and the versions that they are pinned
+//! to.
 //!
 //! Only a card's `misc` node is read, because opening its `boot` node would reset the card.
 
-use crate::exit::Failure;
-use crate::flash::{Card, worker};
-use anyhow::Context;
+use crate::exit::{Failure, chain};
+use crate::flash::{Card, Inventory, Pin, set_pin, worker};
+use anyhow::{Context, bail};
 use clap::{Args, Subcommand};
 use serde::Serialize;
 use std::io::{self, Write};
 use std::path::PathBuf;
 use std::time::Duration;
-use sumac_firmware::rshim::{DEV_FOLDER, Rshim};
+use sumac_firmware::rshim::{DEV_FOLDER, Misc, Rshim};
 
 /// How long a card's driver may take to reply.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
@@ -24,10 +25,49 @@ pub(crate) struct CardArgs {
 
 #[derive(Debug, Subcommand)]
 enum CardCommand {
-    /// List the cards that this host can flash, with the state that each reports
+    /// List the cards that this host can flash: the state that each reports, what this host's Linux shows of it, and
+    /// what was flashed last
     ///
-    /// Reads each card's `misc` node and nothing else: opening its `boot` node would reset the card.
+    /// Reads each card's `misc` node and no other: opening its `boot` node would reset the card.
     List(ListArgs),
+    /// Pin cards to a version: `flash` refuses them any other. A pin follows the card's serial number
+    Pin(PinArgs),
+    /// Remove the pins of cards
+    Unpin(CardsArgs),
+}
+
+/// Where what is known of cards is kept and shown.
+#[derive(Debug, Args)]
+struct Folders {
+    /// Folder with the records of `sumac flash`
+    #[arg(long, value_name = "FOLDER", default_value = "/var/lib/sumac/cards", env = "SUMAC_CARDS")]
+    records: PathBuf,
+    /// Where Linux shows devices
+    #[arg(long, value_name = "FOLDER", default_value = "/sys", hide = true)]
+    sysfs: PathBuf,
+}
+
+/// `sumac card unpin`, and the cards of `sumac card pin`.
+#[derive(Debug, Args)]
+struct CardsArgs {
+    /// Cards: names below /dev, or paths of their folders; may be repeated
+    #[arg(long, value_name = "CARD,...", value_delimiter = ',', required = true)]
+    rshim: Vec<String>,
+    #[command(flatten)]
+    folders: Folders,
+}
+
+/// `sumac card pin`.
+#[derive(Debug, Args)]
+struct PinArgs {
+    #[command(flatten)]
+    cards: CardsArgs,
+    /// Version in the image's manifest
+    #[arg(long, value_name = "VERSION")]
+    image_version: String,
+    /// Epoch in the image's manifest [default: any]
+    #[arg(long, value_name = "N")]
+    epoch: Option<u64>,
 }
 
 /// `sumac card list`.
@@ -36,6 +76,8 @@ struct ListArgs {
     /// The folder in which the driver creates one folder per card
     #[arg(long, value_name = "FOLDER", default_value = DEV_FOLDER)]
     root: PathBuf,
+    #[command(flatten)]
+    folders: Folders,
     /// Print one JSON array
     #[arg(long)]
     json: bool,
@@ -45,25 +87,65 @@ struct ListArgs {
 #[derive(Serialize)]
 #[serde(untagged)]
 enum Found {
-    Card(Card),
+    Card(Box<Known>),
     Error { path: String, error: String },
+}
+
+/// What is known of a card.
+#[derive(Serialize)]
+struct Known {
+    #[serde(flatten)]
+    card: Card,
+    #[serde(flatten)]
+    inventory: Inventory,
 }
 
 /// Run a subcommand of `sumac card`.
 pub(crate) fn run(args: &CardArgs) -> Result<(), Failure> {
-    let CardCommand::List(args) = &args.command;
-    list(args)
+    match &args.command {
+        CardCommand::List(args) => list(args),
+        CardCommand::Pin(PinArgs { cards, image_version, epoch }) => {
+            pin(cards, Some(&Pin { version: image_version.clone(), epoch: *epoch }))
+        }
+        CardCommand::Unpin(cards) => pin(cards, None),
+    }
+}
+
+/// Read a card's state.
+fn read(card: &Rshim) -> anyhow::Result<Box<Misc>> {
+    match worker::start(card)?.read_misc(ANSWER_LIMIT) {
+        Some(misc) => Ok(misc?),
+        None => bail!("the driver did not reply within {} s", ANSWER_LIMIT.as_secs()),
+    }
+}
+
+/// Pin cards to a version, or to none: all of them, or those before the first one that cannot be read.
+fn pin(args: &CardsArgs, pin: Option<&Pin>) -> Result<(), Failure> {
+    let Folders { records, sysfs } = &args.folders;
+    for name in &args.rshim {
+        let card = Rshim::new(name);
+        let why = || format!("cannot read the card at {}; `sumac card list` names the cards", card.folder().display());
+        let misc = read(&card).with_context(why).map_err(Failure::Input)?;
+        set_pin(pin, &card, &misc, sysfs, records)?;
+        let what = pin.map_or_else(|| "not pinned".into(), |pin| format!("pinned to {pin}"));
+        writeln!(io::stdout(), "{}: {what}", card.folder().display())?;
+    }
+    Ok(())
 }
 
 /// List the cards.
 fn list(args: &ListArgs) -> Result<(), Failure> {
     let cards = Rshim::find(&args.root).with_context(|| format!("cannot look for cards in {}", args.root.display()));
     let found = cards.map_err(Failure::Input)?.into_iter().map(|card| {
-        let error = match worker::start(&card).map(|mut workers| workers.read_misc(ANSWER_LIMIT)) {
-            Ok(Some(Ok(misc))) => return Found::Card(Card::new(&card, &misc)),
-            Ok(Some(Err(errno))) => errno.to_string(),
-            Err(error) => error.to_string(),
-            Ok(None) => format!("the driver did not reply within {} s", ANSWER_LIMIT.as_secs()),
+        let Folders { records, sysfs } = &args.folders;
+        let known = read(&card).map_err(Failure::Run).and_then(|misc| {
+            let inventory = Inventory::read(&card, &misc, sysfs, records)?;
+            Ok(Box::new(Known { card: Card::new(&card, &misc), inventory }))
+        });
+        let error = match known {
+            Ok(known) => return Found::Card(known),
+            Err(Failure::Input(error) | Failure::Run(error)) => chain(&error),
+            Err(other) => format!("{other:?}"),
         };
         Found::Error { path: card.folder().display().to_string(), error }
     });
@@ -75,7 +157,7 @@ fn list(args: &ListArgs) -> Result<(), Failure> {
     } else {
         for card in &found {
             match card {
-                Found::Card(card) => writeln!(out, "{}", card.line())?,
+                Found::Card(known) => writeln!(out, "{}, {}", known.card.line(), known.inventory.line())?,
                 Found::Error { path, error } => writeln!(out, "{path}: cannot be read: {error}")?,
             }
         }

@@ -3,9 +3,9 @@
 //! | status | meaning |
 //! |---|---|
 //! | 0 | success; every checked element was correct |
-//! | 1 | the run failed, or a result was wrong |
+//! | 1 | the run failed, a result was wrong, or one of several cards could not be flashed |
 //! | 2 | invalid input or usage; nothing was started or written |
-//! | 10 to 30 | `flash` failed; the status tells how, see `sumac_firmware::flash` |
+//! | 10 to 30 | `flash` of one card failed; the status tells how, see `sumac_firmware::flash` |
 //! | 128 + n | ended by signal n: 130 for Ctrl-C |
 
 use std::io;
@@ -83,7 +83,7 @@ pub(crate) fn report(outcome: Result<(), Failure>) -> ExitCode {
 }
 
 /// Join an error and its causes, without causes that the message contains already.
-fn chain(error: &anyhow::Error) -> String {
+pub(crate) fn chain(error: &anyhow::Error) -> String {
     error.chain().map(ToString::to_string).fold(String::new(), |text, cause| match text.as_str() {
         "" => cause,
         message if message.contains(&cause) => text,

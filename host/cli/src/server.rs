@@ -244,8 +244,16 @@ pub(crate) fn run_device(args: DeviceArgs) -> Result<(), Failure> {
         Unregistered::Error(error) => Failure::Run(describe(&name, &args.controller, timeout, error)),
     })?;
     announce(&format!("{READY}{name}"))?;
-    wait(signals);
-    Ok(())
+    loop {
+        if let Some(signal) = signals.pending().next() {
+            tracing::info!(?signal, "ending");
+            return Ok(());
+        }
+        if board.has_ended() {
+            return Err(Failure::run(anyhow!("device {name} has ended; its log says why. Start it again")));
+        }
+        std::thread::sleep(SIGNAL_INTERVAL);
+    }
 }
 
 /// Return the first of a controller's addresses that accepts a connection. It determines the family of the device's own

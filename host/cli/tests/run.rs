@@ -164,12 +164,22 @@ fn dead_controller_ends_the_run() {
     assert!(stderr(&output).contains("the controller ended early"), "{}", stderr(&output));
 }
 
+/// As programs are named to mpirun and torchrun.
+#[test]
+fn program_and_its_options_need_no_dashes_before_them() {
+    let output = common::sumac(&["run", "-n", "2", "sh", "-c", "echo $RANK $0", "--label"]);
+    assert_eq!(exit_status(&output), 0, "{}", stderr(&output));
+    let lines: BTreeSet<String> = String::from_utf8_lossy(&output.stdout).lines().map(str::to_owned).collect();
+    assert_eq!(lines, BTreeSet::from(["0 --label".to_owned(), "1 --label".to_owned()]));
+}
+
 #[test]
 fn invalid_program_or_usage_is_refused_before_anything_starts() {
     for (args, why) in [
         (&["run", "-n", "2", "--", "no-such-program"][..], "cannot find no-such-program in PATH"),
         (&["run", "-n", "2", "--", "/no/such/program"], "cannot run /no/such/program: No such file"),
         (&["run", "-n", "2"], "<PROGRAM>"),
+        (&["run", "-n", "2", "--devces", "1", "true"], "--devices"),
         (&["run", "-n", "0", "--", "true"], "0 is not in 1..=1024"),
         (&["run", "-n", "2", "--devices", "3", "--", "true"], "3 is not in 1..=2"),
     ] {

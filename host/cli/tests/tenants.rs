@@ -7,6 +7,7 @@ use common::{Server, exit_status, serve, stderr, stdout, sumac};
 use rustix::process::{Signal, kill_process};
 use serde_json::Value;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 use sumac::{Communicator, JoinConfig, Path, ReduceOp};
@@ -41,7 +42,7 @@ fn join(controller: &str, job: &str, tenant: &str) -> Vec<Communicator> {
 }
 
 /// Run an all-reduce on both ranks. Returns the path and the reason of a fallback.
-fn add(ranks: &[Communicator]) -> (Path, Option<String>, bool) {
+fn add(ranks: &[Communicator]) -> (Path, Option<Arc<str>>, bool) {
     thread::scope(|scope| {
         let add = |comm: &Communicator| {
             let mut values = [u64::from(comm.rank()) + 1; 100];

@@ -4,6 +4,7 @@ mod common;
 
 use common::{Server, exit_status, serve, serve_as, stderr, stdout, sumac};
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::thread;
 use sumac::{Communicator, JoinConfig, Path, ReduceOp, Transport};
 
@@ -21,7 +22,7 @@ fn cluster() -> Option<(Server, Server, SocketAddr)> {
 
 /// Run an all-reduce on two ranks with this transport. Returns the path, the reason of a fallback, and the number of
 /// zero-copy ranks in the tree.
-fn add(controller: SocketAddr, transport: Transport) -> (Path, Option<String>, Option<u64>) {
+fn add(controller: SocketAddr, transport: Transport) -> (Path, Option<Arc<str>>, Option<u64>) {
     let rank = |rank| {
         let config = JoinConfig { transport, ..JoinConfig::new(controller, transport.name(), rank, 2) };
         let comm = Communicator::join(config).expect("joined");

@@ -3,7 +3,7 @@
 //! Lengths follow NCCL: where ranks own blocks, all blocks have the same length. [`Communicator::run`] takes any count
 //! of any collective, with blocks that differ by one element.
 
-use super::{CallOptions, Communicator, Element, Error, Outcome};
+use super::{CallOptions, Communicator, Counts, Element, Error, Outcome};
 use crate::exec::Buffers;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Collective, Dtype, OpDesc, ReduceOp};
@@ -23,7 +23,13 @@ impl Communicator {
         options: &CallOptions,
     ) -> Result<Outcome, Error> {
         check(desc)?;
-        self.stripes.run(&mut *self.lock()?, *desc, &mut buffers.into(), options)
+        let mut buffers = buffers.into();
+        if self.core.has_progress_thread() && self.stripes.is_single() {
+            return self.core.run_by_thread(desc, None, &mut buffers, options);
+        }
+        let mut core = self.lock()?;
+        core.serve_submissions();
+        self.stripes.run(&mut core, *desc, &mut buffers, options)
     }
 
     /// All-reduce in place: combine `buffer` elementwise over all ranks; every rank gets the result.
@@ -158,8 +164,63 @@ impl Communicator {
         (input, send_counts): (&[T], &[usize]),
         (output, recv_counts): (&mut [T], &[usize]),
     ) -> Result<Outcome, Error> {
-        let buffers = separate(input, output);
-        self.lock()?.all_to_all_v(T::DTYPE, buffers, send_counts, recv_counts, &CallOptions::default())
+        let counts = Counts::Exchange { send: send_counts.to_vec(), recv: recv_counts.to_vec() };
+        let desc = self.blocks::<T>(Collective::AllToAll, 0, 0)?;
+        self.run_v(&desc, &counts, separate(input, output), &CallOptions::default())
+    }
+
+    /// All-gather with blocks of any length: every rank r contributes `counts[r]` elements, and all get all blocks, one
+    /// behind the other in rank order. The counts must be the same on all ranks.
+    ///
+    /// # Errors
+    /// [`Error`] if the operation failed or was rejected.
+    pub fn all_gather_v<T: Element>(
+        &self,
+        input: &[T],
+        (output, counts): (&mut [T], &[usize]),
+    ) -> Result<Outcome, Error> {
+        let desc = self.blocks::<T>(Collective::AllGather, 0, 0)?;
+        self.run_v(&desc, &Counts::Blocks(counts.to_vec()), separate(input, output), &CallOptions::default())
+    }
+
+    /// Reduce-scatter with blocks of any length: combine `input` elementwise over all ranks; rank r gets `counts[r]`
+    /// elements of the result, behind those of the ranks before it. The counts must be the same on all ranks.
+    ///
+    /// # Errors
+    /// [`Error`] if the operation failed or was rejected.
+    pub fn reduce_scatter_v<T: Element>(
+        &self,
+        (input, counts): (&[T], &[usize]),
+        output: &mut [T],
+        op: ReduceOp,
+    ) -> Result<Outcome, Error> {
+        let desc = OpDesc { op: Some(op), ..self.blocks::<T>(Collective::ReduceScatter, 0, 0)? };
+        self.run_v(&desc, &Counts::Blocks(counts.to_vec()), separate(input, output), &CallOptions::default())
+    }
+
+    /// Run an operation on blocks of any length that is described at run time: an all-to-all, an all-gather or a
+    /// reduce-scatter, whose count is not used. Buffers are bytes of whole little-endian elements, which do not
+    /// overlap. Takes pairwise exchange between hosts, in any declared order.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if a buffer has another length than its counts add up to, or collective and counts do not go
+    /// together; otherwise any [`Error`].
+    pub fn run_v(
+        &self,
+        desc: &OpDesc,
+        counts: &Counts,
+        mut buffers: Buffers<'_>,
+        options: &CallOptions,
+    ) -> Result<Outcome, Error> {
+        let desc = counts.describe(desc)?;
+        check(&desc)?;
+        if matches!(buffers, Buffers::InPlace(_)) {
+            return Err(Error::Argument(format!("{desc} with counts needs an output apart from its input")));
+        }
+        if self.core.has_progress_thread() {
+            return self.core.run_by_thread(&desc, Some(counts.clone()), &mut buffers, options);
+        }
+        self.lock()?.run_uneven(desc, counts, buffers, options)
     }
 
     /// Barrier: wait until every rank has called this.

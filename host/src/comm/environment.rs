@@ -5,11 +5,13 @@
 //! the ones that nothing reads. Reading takes a lookup function, so that tests need no process environment.
 
 mod file;
+mod setting;
 
 pub use file::{FileSetting, file_settings};
+pub use setting::SettingError;
 
-use super::launcher::{self, LaunchError, Placement};
-use super::{DEFAULT_PORT, JoinConfig, JoinError, Straggler};
+use super::launcher::{self, LaunchError, Launcher, Placement};
+use super::{DEFAULT_PORT, JoinConfig, JoinError, Progress, Straggler};
 use crate::config_file::{ConfigFile, closest};
 use crate::controller::keys::{parse_key, read_key};
 use crate::controller::proto::check_tenant;
@@ -101,6 +103,7 @@ impl JoinConfig {
     /// | `trees` | `SUMAC_TREES` | a number, 0 to 255 |
     /// | `tenant` | `SUMAC_TENANT` | default `default` |
     /// | `wait_for_tree` | `SUMAC_WAIT_FOR_TREE` | seconds |
+    /// | `progress` | `SUMAC_PROGRESS` | `caller` or `thread` |
     /// | `straggler` | `SUMAC_STRAGGLER` | `wait`, `deadline:SECONDS` or `partial:SECONDS` |
     ///
     /// Seconds may have decimals. [`UdpConfig::loopback_at`](sumac_hal::udp::UdpConfig::loopback_at), which only
@@ -128,6 +131,17 @@ impl JoinConfig {
         warn_once();
         read_with(file, launcher::from_env().placement, variable)
     }
+
+    /// Describe a rank as [`from_env`](Self::from_env) does, but for which rank of which job it is: programs that a
+    /// framework starts learn that from the framework.
+    ///
+    /// # Errors
+    /// As [`from_env`](Self::from_env).
+    pub fn from_env_for(job: impl Into<String>, rank: u32, world: u32) -> Result<Self, JoinError> {
+        warn_once();
+        let placement = Placement { launcher: Launcher::Sumac, rank, world, local_rank: None, job: job.into() };
+        read_with(ConfigFile::from_env()?.as_ref(), Ok(placement), variable)
+    }
 }
 
 /// Look a variable of this process up.
@@ -148,12 +162,10 @@ fn read(
 ) -> Result<JoinConfig, JoinError> {
     let Placement { rank, world, job, .. } = placement.map_err(|error| invalid(error.variable(), error.to_string()))?;
     let variables = Variables(variable);
-    let mut addrs = variables.controller()?.into_iter();
-    let first = addrs.next().ok_or_else(|| invalid("SUMAC_CONTROLLER", "the host has no address"))?;
-    let mut config = JoinConfig::new(first, job, rank, world);
-    config.controller_alternatives = addrs.collect();
-    let embedded = variables.one_of("SUMAC_EMBEDDED_CONTROLLER", &[("1", true), ("0", false)])?;
-    config.embedded_controller = embedded.unwrap_or(false);
+    let (controller, alternatives) = variables.controller()?;
+    let mut config = JoinConfig::new(controller, job, rank, world);
+    config.controller_alternatives = alternatives;
+    config.embedded_controller = variables.embedded()?;
     config.key = key(&variables.0).map_err(|(name, why)| invalid(name, why))?;
     variables.placement(&mut config)?;
     variables.calls(&mut config)?;
@@ -192,8 +204,14 @@ fn invalid(name: &'static str, why: impl Into<String>) -> JoinError {
 struct Variables<F>(F);
 
 impl<F: Fn(&str) -> Option<String>> Variables<F> {
-    /// Read the addresses of the controller.
-    fn controller(&self) -> Result<Vec<SocketAddr>, JoinError> {
+    /// Read the address of the controller, and further ones.
+    fn controller(&self) -> Result<(SocketAddr, Vec<SocketAddr>), JoinError> {
+        let mut addrs = self.controller_addrs()?.into_iter();
+        let first = addrs.next().ok_or_else(|| invalid("SUMAC_CONTROLLER", "the host has no address"))?;
+        Ok((first, addrs.collect()))
+    }
+
+    fn controller_addrs(&self) -> Result<Vec<SocketAddr>, JoinError> {
         if let Some(text) = (self.0)("SUMAC_CONTROLLER") {
             return resolve_all(&text, DEFAULT_PORT).map_err(|why| invalid("SUMAC_CONTROLLER", why.to_string()));
         }
@@ -206,17 +224,22 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
         Ok(addrs)
     }
 
+    /// Read whether rank 0 runs the controller.
+    fn embedded(&self) -> Result<bool, JoinError> {
+        Ok(self.one_of("SUMAC_EMBEDDED_CONTROLLER", &[("1", true), ("0", false)])?.unwrap_or(false))
+    }
+
     /// Read where the rank is and how it reaches its device.
     fn placement(&self, config: &mut JoinConfig) -> Result<(), JoinError> {
         let Self(variable) = self;
-        config.host = variable("SUMAC_HOST");
-        config.verbs = variable("SUMAC_VERBS");
+        set(&mut config.host, variable("SUMAC_HOST").map(Some));
+        set(&mut config.verbs, variable("SUMAC_VERBS").map(Some));
         if let Some(text) = variable("SUMAC_BIND") {
             let mut addrs = addresses(&text, config.controller)?;
             config.bind = addrs.remove(0);
             config.rails = addrs;
         }
-        config.interfaces = self.named("SUMAC_IFNAME")?;
+        set(&mut config.interfaces, self.named("SUMAC_IFNAME")?.map(Some));
         if let Some(transport) = self.named("SUMAC_TRANSPORT")? {
             config.transport = transport;
         } else if let Some(transport) = self.named("SUMAC_ATTACH")? {
@@ -242,6 +265,8 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
         set(&mut config.recover, switch("SUMAC_REPAIR")?);
         set(&mut config.recover, switch("SUMAC_RECOVER")?);
         set(&mut config.hierarchical, switch("SUMAC_HIERARCHICAL")?);
+        let progress = [("caller", Progress::Caller), ("thread", Progress::Thread)];
+        set(&mut config.progress, self.one_of("SUMAC_PROGRESS", &progress)?.map(Some));
         set(&mut config.trees, self.parsed("SUMAC_TREES", "a number of trees")?);
         if let Some(value) = (self.0)("SUMAC_STRAGGLER") {
             config.straggler = straggler(&value).ok_or_else(|| {
@@ -255,8 +280,8 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
     fn udp(&self, config: &mut JoinConfig) -> Result<(), JoinError> {
         const OFFLOADS: [(&str, Offload); 2] = [("auto", Offload::Auto), ("off", Offload::Off)];
         let udp = &mut config.udp;
-        udp.max_packet_len_bytes = self.parsed("SUMAC_UDP_MAX_PACKET", "a number of bytes")?;
-        udp.peer = self.parsed("SUMAC_UDP_PEER", "an IP address and port")?;
+        set(&mut udp.max_packet_len_bytes, self.parsed("SUMAC_UDP_MAX_PACKET", "a number of bytes")?.map(Some));
+        set(&mut udp.peer, self.parsed("SUMAC_UDP_PEER", "an IP address and port")?.map(Some));
         set(&mut udp.receive_buffer_bytes, self.parsed("SUMAC_UDP_RECEIVE_BUFFER", "a number of bytes")?);
         set(&mut udp.send_buffer_bytes, self.parsed("SUMAC_UDP_SEND_BUFFER", "a number of bytes")?);
         set(&mut udp.gso, self.one_of("SUMAC_UDP_GSO", &OFFLOADS)?);
@@ -341,7 +366,7 @@ fn warning(name: &str) -> Option<Warning> {
 const TESTS: &str = "SUMAC_TEST_";
 
 /// All variables that something reads: [`JoinConfig::from_env`], devices, and the `sumac` command.
-const KNOWN: [&str; 39] = [
+const KNOWN: [&str; 40] = [
     "SUMAC_ALGO",
     "SUMAC_BIND",
     "SUMAC_CARDS",
@@ -362,6 +387,7 @@ const KNOWN: [&str; 39] = [
     "SUMAC_OPERATOR_KEY_FILE",
     "SUMAC_ORDER",
     "SUMAC_PORT",
+    "SUMAC_PROGRESS",
     "SUMAC_RANK",
     "SUMAC_RECOVER",
     "SUMAC_SSH",

@@ -1,7 +1,7 @@
 //! Handles of asynchronous operations.
 
 use super::{CallOptions, Error, Outcome, OwnedBuffer, WaitError};
-use crate::engine::{ErasedBuffer, Owned, SharedCore};
+use crate::engine::{ErasedBuffer, Owned, SharedCore, Task};
 use std::marker::PhantomData;
 use std::time::Duration;
 
@@ -14,22 +14,23 @@ use std::time::Duration;
 #[must_use = "`wait` returns the buffer with the result"]
 pub struct Handle<B> {
     core: SharedCore,
-    id: u64,
+    task: Task,
     buffer: PhantomData<fn() -> B>,
     /// Whether the communicator has returned the buffer.
     is_finished: bool,
 }
 
 impl<B: OwnedBuffer> Handle<B> {
-    pub(super) const fn new(core: SharedCore, id: u64) -> Self {
-        Self { core, id, buffer: PhantomData, is_finished: false }
+    pub(super) const fn new(core: SharedCore, task: Task) -> Self {
+        Self { core, task, buffer: PhantomData, is_finished: false }
     }
 
-    /// Return whether the operation has completed or failed, so that [`Handle::wait`] returns at once. For an operation
-    /// in the tree this does not block; a host collective that has not run yet runs here. The communicator's deadline
-    /// counts from the first call.
+    /// Return whether the operation has completed or failed, so that [`Handle::wait`] returns at once. With
+    /// [`Progress::Thread`](super::Progress::Thread) this does not block. Otherwise it does not for an operation in the
+    /// tree; a host collective that has not run yet runs here, and the communicator's deadline counts from the first
+    /// call.
     pub fn test(&mut self) -> bool {
-        self.core.lock().map_or(true, |mut core| core.test(self.id, &CallOptions::default()))
+        self.core.has_ended(self.task)
     }
 
     /// Wait for the operation and return its buffer, which holds the result, within the communicator's deadline.
@@ -50,11 +51,8 @@ impl<B: OwnedBuffer> Handle<B> {
     }
 
     fn finish(mut self, options: &CallOptions) -> Result<(B, Outcome), WaitError<B>> {
-        let (owned, result) = match self.core.lock() {
-            Ok(mut core) => core.finish(self.id, options),
-            Err(error) => return Err(WaitError { error, buffer: None }),
-        };
         self.is_finished = true;
+        let (owned, result) = self.core.finish(self.task, options).into_operation();
         let typed = |buffer: Box<dyn ErasedBuffer>| buffer.into_any().downcast::<B>().ok().map(|buffer| *buffer);
         let outcome = match result {
             Ok(outcome) => outcome,
@@ -69,7 +67,7 @@ impl<B: OwnedBuffer> Handle<B> {
 impl<B> Drop for Handle<B> {
     fn drop(&mut self) {
         if !self.is_finished {
-            self.core.reclaim(|dropped| dropped.push(self.id));
+            self.core.detach(self.task);
         }
     }
 }

@@ -81,7 +81,17 @@
 //!
 //! Started operations ([`Communicator::start_all_reduce`]) own their buffer until they are waited for. If you drop the
 //! handle, the operation continues, and its buffer is freed when it completes ([`Communicator::outstanding`] counts
-//! such operations). Operations advance while any call of the communicator runs; there is no progress thread.
+//! such operations). [`JoinConfig::progress`] says who drives them. By default callers do: operations advance while any
+//! call of the communicator runs, and a host collective when it, or a later one, is waited for. With
+//! [`Progress::Thread`], a thread drives them and recovers: they go on while the program computes, a test never waits,
+//! and messages and collectives of several threads overlap. All threads' collectives must still have one order, which
+//! is the same on all ranks. Queries such as [`Communicator::explain`] and [`Communicator::alloc`] then wait for a host
+//! collective that runs.
+//!
+//! Operations and messages can be started on memory that stays the caller's, too ([`Communicator::start_raw`]).
+//!
+//! An operation that runs many times on the same buffers can be prepared once ([`Communicator::prepare`]), as with
+//! MPI's persistent collectives.
 //!
 //! Up to 1024 operations may be in flight. At the limit, a call waits for room until its deadline and advances the
 //! operations in flight meanwhile; then it fails with [`Error::TooManyInFlight`] and has no effect.
@@ -94,13 +104,16 @@ mod handle;
 pub mod launcher;
 mod messages;
 mod owned_buffer;
+mod prepared;
+mod raw;
 mod shrink;
 mod split;
 mod start;
 
 pub use crate::engine::{
-    CallOptions, ControllerState, CreationError, DEFAULT_PORT, Departure, Element, Error, JoinConfig, JoinError,
-    Outcome, OutputState, Outstanding, Recoveries, StartError, Straggler, Trees, WaitError,
+    CallOptions, ControllerState, Counts, CreationError, DEFAULT_PORT, Departure, Element, Error, JoinConfig,
+    JoinError, Outcome, OutputState, Outstanding, Progress, RawBuffers, Recoveries, StartError, Straggler, Trees,
+    WaitError,
 };
 pub use crate::exec::Buffers;
 pub use crate::transport::memory::{Buffer, Transfer};
@@ -111,10 +124,13 @@ pub use cart::Cart;
 pub use handle::Handle;
 pub use messages::MessageHandle;
 pub use owned_buffer::OwnedBuffer;
+pub use prepared::Prepared;
+pub use raw::Request;
 pub use shrink::ShrinkError;
 pub use split::SplitError;
 
 use crate::controller::proto::QueuePosition;
+use crate::deadline::after;
 use crate::engine::{Core, Notices, SharedCore, Stripes, join_as};
 use crate::select::{Algo, Explanation, JobFacts, Origin};
 use std::sync::{Arc, MutexGuard};
@@ -135,7 +151,7 @@ pub type Repairs = Recoveries;
 #[derive(Debug)]
 pub struct Communicator {
     core: SharedCore,
-    stripes: Stripes,
+    stripes: Arc<Stripes>,
     rank: u32,
     size: u32,
     buckets: bucket::BucketPool,
@@ -149,8 +165,8 @@ impl Communicator {
     pub fn join(config: JoinConfig) -> Result<Self, JoinError> {
         let (rank, size) = (config.rank, config.world);
         let (core, striping) = join_as(config, None)?;
-        let core = SharedCore::new(core);
-        let stripes = Stripes::join(&core, striping)?;
+        let core = SharedCore::new(core).map_err(|source| JoinError::ProgressThread { source })?;
+        let stripes = Arc::new(Stripes::join(&core, striping)?);
         Ok(Self { core, stripes, rank, size, buckets: bucket::BucketPool::default() })
     }
 
@@ -261,7 +277,8 @@ impl Communicator {
     /// Leave the job as [`Communicator::leave`] does, but wait for other ranks for at most `limit`. Returns whether
     /// they may still need this rank.
     pub fn leave_within(self, limit: Duration) -> Departure {
-        let until = Instant::now() + limit;
+        let until = after(Instant::now(), limit);
+        self.core.drain(until);
         let stripes = self.stripes.leave(limit);
         let left = until.saturating_duration_since(Instant::now());
         let own = self.lock().map_or_else(Departure::Failed, |mut core| core.leave(left));
@@ -270,7 +287,7 @@ impl Communicator {
 
     /// Return the started operations and messages that the communicator holds; none in a forked process.
     pub fn outstanding(&self) -> Outstanding {
-        self.lock().map_or_else(|_| Outstanding::default(), |mut core| core.outstanding())
+        self.core.outstanding()
     }
 
     fn lock(&self) -> Result<MutexGuard<'_, Core>, Error> {

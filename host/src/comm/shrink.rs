@@ -3,6 +3,7 @@
 use super::{Communicator, JoinError};
 use crate::controller::ClientError;
 use crate::controller::derived_name;
+use crate::deadline::after;
 use std::time::Instant;
 use sumac_hal::ids::Rank;
 use thiserror::Error as ThisError;
@@ -52,7 +53,7 @@ impl Communicator {
             let Ok(core) = self.lock() else { return Err(ShrinkError::NotMember { name: self.name() }) };
             let config = core.config().clone();
             let name = config.job.clone();
-            let survivors = core.survivors(Instant::now() + config.join_timeout);
+            let survivors = core.survivors(after(Instant::now(), config.join_timeout));
             let Some(survivors) = survivors else { return Err(ShrinkError::NotMember { name }) };
             let survivors = survivors.map_err(|source| ShrinkError::Survivors { name, source: Box::new(source) })?;
             (config, survivors, core.embedded_controller())

@@ -17,7 +17,7 @@
 
 use super::calls::{check, elements};
 use super::{CallOptions, Communicator, Element, Error, Handle, OwnedBuffer, StartError};
-use crate::engine::ErasedBuffer;
+use crate::engine::{ErasedBuffer, Operation, Work};
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Dtype, OpDesc, ReduceOp};
 
@@ -111,18 +111,20 @@ impl Communicator {
     ) -> Result<Handle<B>, StartError<B>> {
         let ready = desc.and_then(|(desc, output)| {
             check(&desc)?;
-            Ok((desc, output, self.lock()?))
+            Ok((desc, output))
         });
-        let (desc, output, mut core) = match ready {
+        let (desc, output) = match ready {
             Ok(ready) => ready,
             Err(error) => return Err(StartError { error, buffer }),
         };
         let output = output.map(|output| Box::new(output) as Box<dyn ErasedBuffer>);
-        match core.start(desc, Box::new(buffer), output, options) {
-            Ok(id) => Ok(Handle::new(self.core.clone(), id)),
-            Err(StartError { error, buffer }) => {
-                let buffer = buffer.into_any().downcast().expect("the core returns the buffer that it was given");
-                Err(StartError { error, buffer: *buffer })
+        let operation = Operation { desc, counts: None, memory: Box::new(buffer), output, options: *options };
+        match self.core.begin(Work::Operation(operation)) {
+            Ok(task) => Ok(Handle::new(self.core.clone(), task)),
+            Err(refused) => {
+                let StartError { error, buffer: work } = *refused;
+                let memory = work.into_memory().and_then(|memory| memory.into_any().downcast().ok());
+                Err(StartError { error, buffer: *memory.expect("the core returns the buffer that it was given") })
             }
         }
     }

@@ -317,7 +317,7 @@ impl Controller {
     }
 
     /// Wait until there are no jobs, at most for `limit`. Returns whether there are none.
-    pub(crate) fn wait_until_idle(&self, limit: Duration) -> bool {
+    pub fn wait_until_idle(&self, limit: Duration) -> bool {
         let end = std::time::Instant::now() + limit;
         let mut machine = self.shared.lock();
         while machine.has_jobs() {

@@ -9,6 +9,7 @@ use super::proto::{
     ResumeRequest, StatusReport,
 };
 use super::session_reader::{Connection, REDIAL_INTERVAL, ReplanReply, SessionReader, SurvivorsReply};
+use crate::deadline::after;
 use crate::transport::path::PathToProbe;
 use std::net::{Shutdown, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -247,7 +248,7 @@ impl Session {
         let join =
             if devices.is_empty() { ClientRequest::Join(request) } else { ClientRequest::JoinOn { request, devices } };
         let timeout = timeout + wait;
-        let deadline = Instant::now() + timeout;
+        let deadline = after(Instant::now(), timeout);
         let (link, membership) = loop {
             match join_at_active(&controller, &join, deadline, &mut tasks) {
                 Ok(joined) => break joined,

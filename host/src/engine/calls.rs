@@ -1,19 +1,23 @@
 //! Blocking calls.
 
 use super::core::Core;
+use super::counts::Counts;
 use super::data_path::{Deadline, Stop};
 use super::error::{Error, OutputState};
 use super::extent::Extent;
 use super::operations::{Awaited, BorrowedBuffers, CounterSnapshot, NextStep};
 use super::options::{CallOptions, Outcome};
+use super::prepared::Decided;
 use super::selection::Chosen;
+use super::task::check_scalar;
 use crate::exec::Buffers;
-use crate::schedule::{Buffer, Schedule, pairwise};
+use crate::schedule::Schedule;
 use crate::select::Algo;
 use crate::transport::memory::Transfer;
 use crate::transport::packets::{MAX_OPS, OpId};
-use sumac_hal::ids::Rank;
-use sumac_hal::op::{Collective, Dtype, OpDesc, Path, ReduceOp};
+use std::sync::Arc;
+use std::time::Instant;
+use sumac_hal::op::{OpDesc, Path, ReduceOp};
 use sumac_hal::reduce::Kernel;
 use sumac_hal::wire::StragglerLimit;
 
@@ -42,11 +46,23 @@ impl Core {
         self.check_usable()?;
         let extent = Extent::of(&desc, self.data.place)?;
         extent.check(&desc, buffers)?;
-        let scaled = premultiply(&desc, &extent, buffers, options)?;
-        let (deadline, before) = (self.deadline(options), self.data.snapshot());
+        self.run_checked((desc, options), &extent, buffers, None)
+    }
+
+    /// Run an operation whose buffers have the right lengths, as `decided` if that still applies.
+    pub(super) fn run_checked(
+        &mut self,
+        (desc, options): (OpDesc, &CallOptions),
+        extent: &Extent,
+        buffers: &mut Buffers<'_>,
+        decided: Option<&Decided>,
+    ) -> Result<Outcome, Error> {
+        let scaled = premultiply(&desc, extent, buffers, options)?;
+        let now = Instant::now();
+        let (deadline, before) = (self.deadline_from(now, options), self.data.snapshot(now));
         let ready = self.make_room(deadline).and_then(|()| self.begin_call(deadline));
         ready.map_err(|error| self.end(error, &desc, before))?;
-        let begun = self.data.snapshot();
+        let begun = self.data.snapshot(now);
         let buffers = match (&scaled, buffers) {
             // Scale into a separate input, so that the caller's buffer receives only results: the call may still be
             // rejected, or report which elements are results.
@@ -57,7 +73,7 @@ impl Core {
             (None, Buffers::InPlace(buffer)) => Buffers::InPlace(buffer),
             (None, Buffers::Separate { input, output }) => Buffers::Separate { input, output },
         };
-        let result = self.run_call((desc, options), &extent, buffers, (deadline, begun));
+        let result = self.run_call((desc, options, decided), extent, buffers, (deadline, begun));
         result.map_err(|error| {
             let error = self.end(error, &desc, begun);
             self.release_rejected_call(error)
@@ -67,16 +83,20 @@ impl Core {
     /// Run a counted operation. A rejection has had no effect.
     fn run_call(
         &mut self,
-        (desc, options): (OpDesc, &CallOptions),
+        (desc, options, decided): (OpDesc, &CallOptions, Option<&Decided>),
         extent: &Extent,
         mut buffers: Buffers<'_>,
         (deadline, begun): (Deadline, CounterSnapshot),
     ) -> Result<Outcome, Error> {
         let limit = self.data.policy(options).limit();
         loop {
-            let chosen = self.data.choose(&desc, options)?;
+            let generation = self.data.generation();
+            let (chosen, schedule) = match decided.filter(|decided| decided.is_of(generation)) {
+                Some(decided) => (decided.chosen.clone(), Some(Arc::clone(&decided.schedule))),
+                None => (self.data.choose(&desc, options)?, None),
+            };
             if chosen.path != Path::Tree {
-                self.run_by_schedule((&desc, options), chosen.path, buffers, deadline)?;
+                self.run_by_schedule((&desc, options), (&chosen, schedule), buffers, deadline)?;
                 return Ok(self.data.outcome(&chosen, None, begun));
             }
             if self.data.operations.has_schedules() {
@@ -163,61 +183,65 @@ impl Core {
     /// # Errors
     /// As those of [`Core::make_room`].
     pub(super) fn reserve_room(&mut self, desc: &OpDesc, options: &CallOptions) -> Result<(), Error> {
-        let (deadline, begun) = (self.deadline(options), self.data.snapshot());
+        let now = Instant::now();
+        let (deadline, begun) = (self.deadline_from(now, options), self.data.snapshot(now));
         self.make_room(deadline).map_err(|error| self.end(error, desc, begun))
     }
 
-    /// Exchange blocks of any length. Counts differ between ranks, so only collective and type are compared; the
+    /// Run an operation on blocks of any length. Ranks compare what [`Counts::describe`] says, not the counts; the
     /// executor detects lengths that do not match.
-    pub(crate) fn all_to_all_v(
+    pub(crate) fn run_uneven(
         &mut self,
-        dtype: Dtype,
+        desc: OpDesc,
+        counts: &Counts,
         buffers: Buffers<'_>,
-        send_counts: &[usize],
-        recv_counts: &[usize],
         options: &CallOptions,
     ) -> Result<Outcome, Error> {
         self.check_usable()?;
-        let collective = Collective::AllToAllV;
-        let desc = OpDesc { collective, dtype: Some(dtype), op: None, root: Rank(0), count: 0 };
-        let schedule = pairwise::all_to_all_v(self.data.place, send_counts, recv_counts)
-            .map_err(|error| Error::Argument(error.to_string()))?;
-        check_uneven(&schedule, dtype, &buffers)?;
-        self.data.policy(&CallOptions { algo: Some(Algo::Pairwise), ..*options }).algo(&desc)?;
+        let schedule = self.uneven_schedule((&desc, options), counts)?;
+        let extent = Extent::of_layout(schedule.layout(), &desc);
+        extent.check(&desc, &buffers)?;
+        let scaled = premultiply(&desc, &extent, &buffers, options)?;
+        let buffers = match (&scaled, buffers) {
+            (Some(input), Buffers::Separate { output, .. }) => Buffers::Separate { input, output },
+            (_, buffers) => buffers,
+        };
         let limit = self.data.policy(options).limit();
-        let deadline = self.deadline(options);
-        let begun = self.data.snapshot();
+        let now = Instant::now();
+        let (deadline, begun) = (self.deadline_from(now, options), self.data.snapshot(now));
         let begins = self.make_room(deadline).and_then(|()| self.begin_call(deadline));
         let begins = begins.and_then(|()| self.finish_started(deadline));
-        let path = Path::Pairwise;
-        let chosen = |is_announced| Chosen { path, fallback: None, is_announced };
         let result = begins.and_then(|()| {
-            let call = self.data.operations.calling.unwrap_or_default();
-            let chosen = chosen(self.data.selection.is_announced(call));
+            let chosen = self.uneven_choice();
             let announced = self.data.announce(&desc, &chosen, limit)?;
-            self.run_announced((&desc, path), &schedule, buffers, announced, deadline)
+            self.run_announced((&desc, chosen.path), &schedule, buffers, announced, deadline)?;
+            Ok(chosen)
         });
         let result = result.map_err(|error| {
             let error = self.end(error, &desc, begun);
             self.release_rejected_call(error)
         });
         self.data.operations.calling = None;
-        result?;
-        Ok(self.data.outcome(&chosen(false), None, begun))
+        Ok(self.data.outcome(&result?, None, begun))
     }
-}
 
-/// Check the buffers of an exchange of uneven blocks, before anything is announced.
-fn check_uneven(schedule: &Schedule, dtype: Dtype, buffers: &Buffers<'_>) -> Result<(), Error> {
-    let Buffers::Separate { input, output } = buffers else { return Ok(()) };
-    for (what, found, which) in [("an input", input.len(), Buffer::Input), ("an output", output.len(), Buffer::Output)]
-    {
-        let expected = schedule.layout().len(which) * dtype.size_bytes();
-        if found != expected {
-            return Err(Error::Argument(format!("{what} of {found} bytes, but the counts add up to {expected}")));
-        }
+    /// Return the schedule of an operation on uneven blocks, which takes no other.
+    pub(super) fn uneven_schedule(
+        &self,
+        (desc, options): (&OpDesc, &CallOptions),
+        counts: &Counts,
+    ) -> Result<Schedule, Error> {
+        let schedule = counts.schedule(desc, self.data.place, self.data.selection.context().declared.tree())?;
+        self.data.policy(&CallOptions { algo: Some(Algo::Pairwise), ..*options }).algo(desc)?;
+        Ok(schedule)
     }
-    Ok(())
+
+    /// Return how the call that is running works on uneven blocks.
+    pub(super) fn uneven_choice(&self) -> Chosen {
+        let call = self.data.operations.calling.unwrap_or_default();
+        let is_announced = self.data.selection.is_announced(call);
+        Chosen { path: Path::Pairwise, fallback: None, is_announced }
+    }
 }
 
 /// Return a rank's scaled contribution to a premultiplied sum; `None` for any other operation. The caller's buffers are
@@ -228,13 +252,11 @@ pub(super) fn premultiply(
     buffers: &Buffers<'_>,
     options: &CallOptions,
 ) -> Result<Option<Vec<u8>>, Error> {
-    let scalar = match (desc.op, options.scalar) {
-        (Some(ReduceOp::PremulSum), scalar) => scalar.unwrap_or(1.0),
-        (_, None) => return Ok(None),
-        (_, Some(scalar)) => {
-            return Err(Error::Argument(format!("{desc} with a scalar of {scalar}: only premul_sum takes a scalar")));
-        }
-    };
+    check_scalar(desc, options)?;
+    if desc.op != Some(ReduceOp::PremulSum) {
+        return Ok(None);
+    }
+    let scalar = options.scalar.unwrap_or(1.0);
     let Some(kernel) = desc.dtype.and_then(|dtype| Kernel::new(dtype, ReduceOp::PremulSum)) else { return Ok(None) };
     let mut scaled = vec![0; extent.input.len()];
     let input = extent.input(buffers);

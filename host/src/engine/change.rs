@@ -14,9 +14,11 @@ use super::error::{Error, OutputState};
 use super::join::listen;
 use super::membership::Inbox;
 use super::new_tree::NewTree;
-use super::operations::{AfterLoss, BorrowedBuffers, InFlight, Owned, Started};
+use super::operations::{AfterLoss, BorrowedBuffers, InFlight, Started};
+use super::owned::Owned;
 use super::pieces::{PendingOps, Survivors};
 use super::tree::Tree;
+use crate::deadline::after;
 use crate::exec::ExecError;
 use crate::recovery::{
     self, Action, Attempt, Ballot, Change, ChunkInventory, Commit, Dead, Decision, End, Landed, Migration, Outcome,
@@ -180,7 +182,7 @@ impl Core {
         }
         let cause = if is_tree_lost { Error::PathLost } else { self.data.loss_error() };
         let limit = self.data.config.deadline;
-        if let Err(error) = self.change_view(None, &cause, (Instant::now() + limit, limit)) {
+        if let Err(error) = self.change_view(None, &cause, (after(Instant::now(), limit), limit)) {
             self.note_unreported_end(error);
         }
     }

@@ -1,6 +1,6 @@
 //! The configuration of a rank, and why it could not join its job.
 
-use super::options::Straggler;
+use super::options::{Progress, Straggler};
 use crate::config_file::ConfigFileError;
 use crate::controller::ControllerError;
 use crate::controller::proto::{DEFAULT_TENANT, RailGrant, Transport};
@@ -102,6 +102,9 @@ pub struct JoinConfig {
     /// faster with a fabric, and one without. [`Communicator::trees`](crate::Communicator::trees) tells how many
     /// there are. Must be the same on all ranks. Default 0.
     pub trees: u8,
+    /// Who drives started operations and messages. Ranks may differ. `None`, the default: callers do
+    /// ([`Progress::Caller`]). The libraries for C and Python use [`Progress::Thread`] then.
+    pub progress: Option<Progress>,
     /// What starts the device on which these ranks combine, should this rank be the lowest of its host. Default: an
     /// emulated device in threads of this process; `None` without the feature `host-devices`.
     pub host_devices: Option<Arc<dyn HostDevices>>,
@@ -147,6 +150,7 @@ impl JoinConfig {
             straggler: Straggler::Wait,
             hierarchical: true,
             trees: 0,
+            progress: None,
             host_devices: default_host_devices(),
         }
     }
@@ -253,12 +257,18 @@ pub enum JoinError {
         /// What went wrong.
         reason: AttachError,
     },
+    /// The progress thread could not be started.
+    #[error("cannot start the progress thread: {source}; join with `Progress::Caller`")]
+    ProgressThread {
+        /// The system's error.
+        source: std::io::Error,
+    },
     /// The controller's reply is invalid.
     #[error("invalid reply from the controller: {0}")]
     Membership(String),
 }
 
-super::error::creation_error!(JoinError: Environment ConfigFile Address Controller EmbeddedController Port Listen Mesh Attach Membership);
+super::error::creation_error!(JoinError: Environment ConfigFile Address Controller EmbeddedController Port Listen Mesh Attach ProgressThread Membership);
 
 #[cfg(test)]
 mod tests {

@@ -48,7 +48,7 @@ pub(super) fn kernel(desc: &OpDesc) -> Option<Kernel> {
 /// The connections of a communicator's calls, which are lent to one at a time. Invariant: what was sent counts while
 /// they are lent, too.
 pub(super) struct HostPath {
-    connections: Option<Connections>,
+    connections: Option<Box<Connections>>,
     /// Bytes that had been sent when the connections were lent.
     sent_before_bytes: u64,
     /// Bytes sent to other ranks for recovery, over connections of its own.
@@ -56,15 +56,15 @@ pub(super) struct HostPath {
 }
 
 impl HostPath {
-    pub(super) const fn new(connections: Connections) -> Self {
-        Self { connections: Some(connections), sent_before_bytes: 0, recovery_bytes: 0 }
+    pub(super) fn new(connections: Connections) -> Self {
+        Self { connections: Some(Box::new(connections)), sent_before_bytes: 0, recovery_bytes: 0 }
     }
 
     /// Lend the connections.
     ///
     /// # Errors
     /// An earlier call panicked while it used them.
-    pub(super) fn take(&mut self) -> Result<Connections, Error> {
+    pub(super) fn take(&mut self) -> Result<Box<Connections>, Error> {
         let missing = || ExecError::Invalid {
             what: "the connections to other ranks were lost when an earlier call panicked".into(),
         };
@@ -78,7 +78,12 @@ impl HostPath {
         self.connections.as_mut().is_none_or(|connections| connections.mesh.flush(until))
     }
 
-    pub(super) fn give_back(&mut self, connections: Connections) {
+    /// Drop the connections: an operation on them panicked.
+    pub(super) fn lose(&mut self) {
+        self.connections = None;
+    }
+
+    pub(super) fn give_back(&mut self, connections: Box<Connections>) {
         self.connections = Some(connections);
     }
 
@@ -111,6 +116,14 @@ pub(super) trait HostWork {
 
     /// End paused work on all ranks with an error.
     fn cancel(&mut self, error: ExecError);
+
+    /// Return the connections, while the work is paused.
+    fn mesh(&mut self) -> &mut Mesh;
+
+    /// Return whether the work gives way to other work, and is then taken up again by whoever drives it.
+    fn yields(&self) -> bool {
+        false
+    }
 }
 
 /// A host collective that was announced to the tree: the announcement is sent before the schedule begins.
@@ -140,6 +153,10 @@ impl HostWork for Collective<'_> {
             self.execution.cancel(error);
         }
     }
+
+    fn mesh(&mut self) -> &mut Mesh {
+        self.execution.mesh()
+    }
 }
 
 impl HostWork for Transfer<'_, '_> {
@@ -150,9 +167,13 @@ impl HostWork for Transfer<'_, '_> {
     fn cancel(&mut self, error: ExecError) {
         Transfer::cancel(self, error);
     }
+
+    fn mesh(&mut self) -> &mut Mesh {
+        Transfer::mesh(self)
+    }
 }
 
-/// Posted messages: drive them until there is room for another, until one is complete, or as far as possible.
+/// Posted messages: drive them until there is room for another, until one or any is complete, or as far as possible.
 pub(super) struct Posted<'a> {
     pub(super) mesh: &'a mut Mesh,
     pub(super) until: PostedUntil,
@@ -162,6 +183,8 @@ pub(super) struct Posted<'a> {
 pub(super) enum PostedUntil {
     Room(Instant),
     Complete(Ticket, Instant),
+    /// Fewer than this many are incomplete.
+    AnyComplete(usize, Instant),
     Blocked,
 }
 
@@ -170,11 +193,20 @@ impl HostWork for Posted<'_> {
         match self.until {
             PostedUntil::Room(deadline) => message::make_room(self.mesh, deadline, interrupt),
             PostedUntil::Complete(ticket, deadline) => message::wait(self.mesh, ticket, deadline, interrupt),
+            PostedUntil::AnyComplete(open, deadline) => message::wait_any(self.mesh, open, deadline, interrupt),
             PostedUntil::Blocked => message::poll(self.mesh, interrupt),
         }
     }
 
     fn cancel(&mut self, error: ExecError) {
         message::cancel(self.mesh, error);
+    }
+
+    fn mesh(&mut self) -> &mut Mesh {
+        self.mesh
+    }
+
+    fn yields(&self) -> bool {
+        matches!(self.until, PostedUntil::AnyComplete(..) | PostedUntil::Blocked)
     }
 }

@@ -13,14 +13,16 @@ use super::membership::MembershipChannel;
 use super::notices::Notices;
 use super::operations::CounterSnapshot;
 use super::options::{CallOptions, Outstanding, Recoveries};
+use super::thread_progress::ThreadProgress;
 use super::tree::Tree;
 use crate::controller::{ClientError, Controller, Session};
+use crate::deadline::after;
 use crate::exec::{ExecError, JobSecret};
 use crate::schedule::Place;
 use crate::select::{Explanation, JobFacts, SelectionContext};
 use crate::transport::local::HostDevice;
 use crate::transport::memory::{Buffer as RegisteredBuffer, RegisterError};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Collective, OpDesc};
@@ -62,6 +64,11 @@ impl std::fmt::Debug for Core {
 impl Core {
     pub(super) const fn new(data: DataPath, members: Members) -> Self {
         Self { data, members, is_end_unreported: false, recoveries: (0, Duration::ZERO), splits: 0 }
+    }
+
+    /// Leave progress to a thread.
+    pub(super) fn set_progress(&mut self, progress: Option<ThreadProgress>) {
+        self.data.progress = progress;
     }
 
     pub(super) const fn notices(&self) -> &Arc<Notices> {
@@ -164,8 +171,13 @@ impl Core {
     }
 
     pub(super) fn deadline(&self, options: &CallOptions) -> Deadline {
+        self.deadline_from(Instant::now(), options)
+    }
+
+    /// Return the deadline of a call that begins now.
+    pub(super) fn deadline_from(&self, now: Instant, options: &CallOptions) -> Deadline {
         let limit = self.data.policy(options).timeout();
-        (Instant::now() + limit, limit)
+        (after(now, limit), limit)
     }
 
     pub(super) fn check_usable(&mut self) -> Result<(), Error> {
@@ -226,6 +238,21 @@ impl Core {
         }
     }
 
+    /// Return whether the communicator has ended outside of a call, and no call has returned the error.
+    pub(super) const fn is_end_unreported(&self) -> bool {
+        self.is_end_unreported
+    }
+
+    /// A call has returned the error that the communicator ended with.
+    pub(super) const fn set_end_reported(&mut self) {
+        self.is_end_unreported = false;
+    }
+
+    /// No call has returned the error that the communicator ended with: the next one does.
+    pub(super) const fn set_end_unreported(&mut self) {
+        self.is_end_unreported = self.data.ended.is_some();
+    }
+
     /// Record an error that ends the communicator outside of a call. The next call returns it.
     pub(super) fn note_unreported_end(&mut self, error: Error) {
         self.note_end(&error.with_output(OutputState::Elements(Vec::new())));
@@ -255,4 +282,10 @@ impl Core {
             session.pause(view, at);
         }
     }
+}
+
+/// Lock a core.
+pub(crate) fn lock(core: &Mutex<Core>) -> MutexGuard<'_, Core> {
+    // A thread that panicked left the protocol state as it was between two packets, which is consistent.
+    core.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -9,12 +9,12 @@ use super::connections::HostPath;
 use super::error::{Error, OutputState};
 use super::extent::Extent;
 use super::membership::Inbox;
-use super::operations::{
-    Awaited, BorrowedBuffers, Completed, CounterSnapshot, Ending, NextStep, Operations, Owned, Started,
-};
+use super::operations::{Awaited, BorrowedBuffers, Completed, CounterSnapshot, Ending, NextStep, Operations, Started};
 use super::options::{CallOptions, Outcome, Outstanding};
+use super::owned::Owned;
 use super::selection::{Chosen, Selection};
 use super::straggler::Policy;
+use super::thread_progress::ThreadProgress;
 use super::tree_end::TreeEnd;
 use super::watch::Watch;
 use crate::exec::Buffers;
@@ -84,6 +84,8 @@ pub(super) struct DataPath {
     pub(super) watch: Watch,
     /// Where other ranks ask for this rank's results; `None` without recovery.
     pub(super) inbox: Option<Arc<Inbox>>,
+    /// What the progress thread works on; `None` if callers make progress.
+    pub(super) progress: Option<ThreadProgress>,
     /// The error that ended the communicator.
     pub(super) ended: Option<Error>,
 }
@@ -272,7 +274,10 @@ impl DataPath {
                 Err(stop) => return Err(Box::new((stop, owned))),
             }
         }
-        let schedule = self.schedule(&desc, started.chosen.path, &owned.borrow_buffers());
+        let schedule = match started.schedule.take() {
+            Some(schedule) => Ok(schedule),
+            None => self.schedule(&desc, started.chosen.path, owned.is_in_place()),
+        };
         let announced = schedule.and_then(|schedule| Ok((self.announce(&desc, &started.chosen, limit)?, schedule)));
         let (announced, schedule) = match announced {
             Ok(announced) => announced,
@@ -284,9 +289,11 @@ impl DataPath {
         Ok(())
     }
 
-    /// Make the schedule for a path. A communicator of one rank takes any.
-    pub(super) fn schedule(&self, desc: &OpDesc, path: Path, buffers: &Buffers<'_>) -> Result<Schedule, Error> {
-        self.schedule_at(self.place, desc, path, buffers)
+    /// Return the schedule for a path. A communicator of one rank takes any.
+    pub(super) fn schedule(&mut self, desc: &OpDesc, path: Path, is_in_place: bool) -> Result<Arc<Schedule>, Error> {
+        let place = self.place;
+        let make = |selection: &Selection| make_schedule(selection, place, (desc, path), is_in_place);
+        self.selection.schedule((desc, path, is_in_place), make)
     }
 
     /// Make the schedule for another place than the communicator's.
@@ -297,27 +304,7 @@ impl DataPath {
         path: Path,
         buffers: &Buffers<'_>,
     ) -> Result<Schedule, Error> {
-        let count = usize::try_from(desc.count).map_err(|_| Error::Argument(format!("{} elements", desc.count)))?;
-        if let (Collective::AllToAll, Buffers::InPlace(_)) = (desc.collective, buffers) {
-            let ranks = place.ranks() as usize;
-            if !count.is_multiple_of(ranks) {
-                let what = format!(
-                    "{count} elements in place are not {ranks} equal blocks; use separate input and output buffers"
-                );
-                return Err(Error::Argument(what));
-            }
-            return Ok(pairwise::all_to_all_in_place(place, count / ranks));
-        }
-        let of = ALGORITHMS.iter().filter(|algorithm| algorithm.pattern.collective() == desc.collective);
-        let algorithm = of.into_iter().find(|algorithm| path == Path::Local || algorithm.path() == path);
-        let no_schedule = || Error::Argument(format!("there is no {} schedule for {}", path.name(), desc.collective));
-        let tree = self.selection.context().declared.tree();
-        let problem = Problem { place, count, root: desc.root, tree };
-        let schedule = (algorithm.ok_or_else(no_schedule)?.schedule)(&problem);
-        if matches!(buffers, Buffers::InPlace(_)) && schedule.layout().in_place_at.is_none() {
-            return Err(Error::Argument(format!("{desc} by {} needs separate input and output buffers", path.name())));
-        }
-        Ok(schedule)
+        make_schedule(&self.selection, place, (desc, path), matches!(buffers, Buffers::InPlace(_)))
     }
 
     /// Return what applies to a call, beside its operation.
@@ -335,6 +322,11 @@ impl DataPath {
         }
     }
 
+    /// Return a number that changes whenever calls may be selected another path than before, or for another reason.
+    pub(super) fn generation(&mut self) -> u64 {
+        self.selection.generation(self.watch.notices.queue_position())
+    }
+
     /// Select the path of the call that is running.
     pub(super) fn choose(&mut self, desc: &OpDesc, options: &CallOptions) -> Result<Chosen, Error> {
         let (call, algo) = (self.operations.calling.unwrap_or_default(), self.algo(desc, options)?);
@@ -349,22 +341,27 @@ impl DataPath {
         self.selection.choose((call, &desc, algo), (&self.config, &self.watch.notices))
     }
 
-    pub(super) fn snapshot(&self) -> CounterSnapshot {
+    /// Return the bytes sent and the contributions retransmitted so far.
+    fn counters(&self) -> (u64, u64) {
         let (bytes, retransmits) = self.tree.counters();
-        let wire_bytes = bytes + self.host.sent_bytes();
-        CounterSnapshot { view: self.tree.view(), wire_bytes, retransmits, at: Instant::now() }
+        (bytes + self.host.sent_bytes(), retransmits)
+    }
+
+    pub(super) fn snapshot(&self, at: Instant) -> CounterSnapshot {
+        let (wire_bytes, retransmits) = self.counters();
+        CounterSnapshot { view: self.tree.view(), wire_bytes, retransmits, at }
     }
 
     pub(super) fn outcome(&self, chosen: &Chosen, transfer: Option<Transfer>, begun: CounterSnapshot) -> Outcome {
-        let now = self.snapshot();
+        let (wire_bytes, retransmits) = self.counters();
         Outcome {
             path: chosen.path,
             trees: u32::from(chosen.path == Path::Tree),
             transfer,
             fallback: chosen.fallback.clone(),
-            wire_bytes: now.wire_bytes - begun.wire_bytes,
-            retransmits: now.retransmits - begun.retransmits,
-            recovered: now.view > begun.view,
+            wire_bytes: wire_bytes - begun.wire_bytes,
+            retransmits: retransmits - begun.retransmits,
+            recovered: self.tree.view() > begun.view,
             slowest: None,
             missing: self.tree.excluded_ranks(),
         }
@@ -396,6 +393,19 @@ impl DataPath {
         if let Some(started) = self.operations.get_mut(handle) {
             started.finished = Some(finished);
         }
+    }
+
+    /// Take a started operation that has ended: its buffers and its result.
+    pub(super) fn take_started(&mut self, handle: u64) -> Option<(Option<Owned>, Result<Outcome, Error>)> {
+        let started = self.operations.take(handle)?;
+        let in_tree = started.tree_op.and_then(|op| self.operations.disown(op));
+        let ended = self.ended.clone().unwrap_or(Error::PathLost);
+        let (mut buffers, result) = (started.buffers.or(in_tree), started.finished.unwrap_or(Err(ended)));
+        if let (Some(owned), Ok(_), Path::Tree) = (&mut buffers, &result, started.chosen.path) {
+            let extent = owned.extent.clone();
+            extent.copy_own(&started.desc, &mut owned.borrow_buffers());
+        }
+        Some((buffers, result))
     }
 
     /// The handle of an operation was dropped.
@@ -434,6 +444,36 @@ impl DataPath {
             (self.operations.outstanding(), self.host.owned_by_messages());
         Outstanding { operations, messages, bytes: bytes + message_bytes }
     }
+}
+
+/// Make the schedule of an operation at a place.
+fn make_schedule(
+    selection: &Selection,
+    place: Place,
+    (desc, path): (&OpDesc, Path),
+    is_in_place: bool,
+) -> Result<Schedule, Error> {
+    let count = usize::try_from(desc.count).map_err(|_| Error::Argument(format!("{} elements", desc.count)))?;
+    if desc.collective == Collective::AllToAll && is_in_place {
+        let ranks = place.ranks() as usize;
+        if !count.is_multiple_of(ranks) {
+            let what = format!(
+                "{count} elements in place are not {ranks} equal blocks; use separate input and output buffers"
+            );
+            return Err(Error::Argument(what));
+        }
+        return Ok(pairwise::all_to_all_in_place(place, count / ranks));
+    }
+    let of = ALGORITHMS.iter().filter(|algorithm| algorithm.pattern.collective() == desc.collective);
+    let algorithm = of.into_iter().find(|algorithm| path == Path::Local || algorithm.path() == path);
+    let no_schedule = || Error::Argument(format!("there is no {} schedule for {}", path.name(), desc.collective));
+    let tree = selection.context().declared.tree();
+    let problem = Problem { place, count, root: desc.root, tree };
+    let schedule = (algorithm.ok_or_else(no_schedule)?.schedule)(&problem);
+    if is_in_place && schedule.layout().in_place_at.is_none() {
+        return Err(Error::Argument(format!("{desc} by {} needs separate input and output buffers", path.name())));
+    }
+    Ok(schedule)
 }
 
 /// How long host work may go on after cancellation.

@@ -3,7 +3,7 @@
 
 use super::error::Error;
 use crate::exec::Buffers;
-use crate::schedule::{Place, Span};
+use crate::schedule::{Buffer, Layout, Place, Span};
 use std::ops::Range;
 use sumac_hal::op::{Collective, OpDesc};
 
@@ -19,6 +19,9 @@ pub(super) struct Extent {
 }
 
 impl Extent {
+    /// No bytes.
+    pub(super) const NONE: Self = Self { whole: 0, input: 0..0, output: 0..0 };
+
     /// Compute the buffers of an operation at `place`.
     ///
     /// # Errors
@@ -56,22 +59,39 @@ impl Extent {
         Ok(Self { whole: input.end.max(output.end), input, output })
     }
 
+    /// Return the separate buffers of a schedule that was made for them.
+    pub(super) fn of_layout(layout: &Layout, desc: &OpDesc) -> Self {
+        let len = |buffer| layout.len(buffer).saturating_mul(desc.element_bytes());
+        Self { whole: 0, input: 0..len(Buffer::Input), output: 0..len(Buffer::Output) }
+    }
+
     /// Check the lengths of the caller's buffers.
     ///
     /// # Errors
     /// [`Error::Argument`] names both lengths.
     pub(super) fn check(&self, desc: &OpDesc, buffers: &Buffers<'_>) -> Result<(), Error> {
+        match buffers {
+            Buffers::InPlace(buffer) => self.check_lens(desc, buffer.len(), None),
+            Buffers::Separate { input, output } => self.check_lens(desc, input.len(), Some(output.len())),
+        }
+    }
+
+    /// Check the lengths of an input and a separate output, or of a buffer for both.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] names both lengths.
+    pub(super) fn check_lens(&self, desc: &OpDesc, memory: usize, output: Option<usize>) -> Result<(), Error> {
         let check = |what, found: usize, expected: usize| match found == expected {
             true => Ok(()),
             false => {
                 Err(Error::Argument(format!("{what} of {found} bytes for {desc}, which needs {expected} at this rank")))
             }
         };
-        match buffers {
-            Buffers::InPlace(buffer) => check("a buffer", buffer.len(), self.whole),
-            Buffers::Separate { input, output } => {
-                check("an input", input.len(), self.input.len())?;
-                check("an output", output.len(), self.output.len())
+        match output {
+            None => check("a buffer", memory, self.whole),
+            Some(output) => {
+                check("an input", memory, self.input.len())?;
+                check("an output", output, self.output.len())
             }
         }
     }
@@ -108,7 +128,7 @@ impl Extent {
 mod tests {
     use super::*;
     use crate::schedule::tree::Tree;
-    use crate::schedule::{ALGORITHMS, Buffer, Pattern, Problem};
+    use crate::schedule::{ALGORITHMS, Pattern, Problem};
     use sumac_hal::ctrl::Order;
     use sumac_hal::ids::Rank;
     use sumac_hal::op::{Dtype, ReduceOp};

@@ -7,9 +7,10 @@
 use super::dropped::Dropped;
 use super::error::Error;
 use super::extent::Extent;
-use super::operations::{self, AfterLoss, CounterSnapshot, Ending, InFlight, Owned, Started, TreeBuffers};
+use super::operations::{self, AfterLoss, CounterSnapshot, Ending, InFlight, Started, TreeBuffers};
 pub use super::operations::{Awaited, NextStep};
 use super::options::Outcome;
+use super::owned::Owned;
 use super::selection::Chosen;
 use crate::schedule::Place;
 use crate::select::Algo;

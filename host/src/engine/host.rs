@@ -13,11 +13,13 @@ use super::data_path::{Beside, DataPath, Deadline, Stop};
 use super::error::Error;
 use super::operations::{Awaited, NextStep};
 use super::options::CallOptions;
+use super::selection::Chosen;
 use crate::exec::{Buffers, ExecError, Execution, Interrupt, Status};
 use crate::schedule::Schedule;
 use crate::transport::packets::OpId;
 use std::ops::ControlFlow;
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{OpDesc, Path};
@@ -27,6 +29,15 @@ struct DriveBeside<'d> {
     data: &'d mut DataPath,
     beside: &'d mut Beside,
     stop: Option<Stop>,
+    /// The work gives way to other work.
+    yields: bool,
+}
+
+impl DriveBeside<'_> {
+    /// Return whether something that was submitted must have ended, while this work does not give way to it.
+    fn is_overdue(&self) -> bool {
+        !self.yields && self.data.progress.as_ref().is_some_and(|progress| progress.overdue().is_some())
+    }
 }
 
 impl Interrupt for DriveBeside<'_> {
@@ -41,6 +52,14 @@ impl Interrupt for DriveBeside<'_> {
             return Err(ExecError::RankLost { rank });
         }
         match self.data.advance_beside(self.beside) {
+            Ok(()) if self.is_overdue() => {
+                // Completed by whoever knows the operation.
+                let error = Error::Deadline { desc: OpDesc::barrier(), waited: Duration::ZERO };
+                let interrupted = interrupted(rank, &error);
+                self.stop = Some(Stop::Failed(error));
+                Err(interrupted)
+            }
+            Ok(()) if self.data.interrupts_host_work(self.yields) => Ok(ControlFlow::Break(())),
             Ok(()) => Ok(ControlFlow::Continue(())),
             Err(Stop::Failed(Error::RankLost { rank })) => Err(ExecError::RankLost { rank }),
             Err(Stop::Failed(error)) => {
@@ -57,6 +76,14 @@ impl Interrupt for DriveBeside<'_> {
 
     fn wake_at(&self) -> Option<Instant> {
         Some(self.beside.wake_at())
+    }
+
+    fn bell(&self) -> Option<BorrowedFd<'_>> {
+        self.data.progress.as_ref().map(|progress| progress.submissions.bell())
+    }
+
+    fn message_completed(&mut self) -> ControlFlow<()> {
+        if self.data.progress.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     }
 }
 
@@ -78,11 +105,11 @@ impl Core {
     }
 
     /// Drive host work to its end, and the tree meanwhile. If the view is in question, the work is paused and the view
-    /// changed.
+    /// changed. Beside the progress thread's work, messages are posted; work that yields then ends early.
     pub(super) fn drive_host(&mut self, work: &mut dyn HostWork, deadline: Deadline) -> Result<(), Error> {
-        let mut beside = Beside::new();
+        let (mut beside, yields) = (Beside::new(), work.yields());
         loop {
-            let mut drive = DriveBeside { data: &mut self.data, beside: &mut beside, stop: None };
+            let mut drive = DriveBeside { data: &mut self.data, beside: &mut beside, stop: None, yields };
             let result = work.drive(&mut drive);
             match (result, drive.stop) {
                 (Ok(Status::Done), _) => return Ok(()),
@@ -93,7 +120,8 @@ impl Core {
                     }
                     beside.view_changed();
                 }
-                (Ok(Status::Paused), _) => {}
+                (Ok(Status::Paused), _) if yields => return Ok(()),
+                (Ok(Status::Paused), _) => self.data.serve_messages(work.mesh()),
                 (Err(_), Some(Stop::Failed(error))) => return Err(error),
                 (Err(_), _) if self.notices().is_cancelled() => return Err(Error::Cancelled),
                 (Err(error), _) => return Err(error.into()),
@@ -121,16 +149,23 @@ impl Core {
     pub(super) fn run_by_schedule(
         &mut self,
         (desc, options): (&OpDesc, &CallOptions),
-        path: Path,
+        (chosen, schedule): (&Chosen, Option<Arc<Schedule>>),
         buffers: Buffers<'_>,
         deadline: Deadline,
     ) -> Result<(), Error> {
-        let schedule = self.data.schedule(desc, path, &buffers)?;
+        let path = chosen.path;
+        let is_in_place = matches!(buffers, Buffers::InPlace(_));
+        let schedule = schedule.map_or_else(|| self.data.schedule(desc, path, is_in_place), Ok)?;
+        let view = self.data.watch.epoch();
         self.finish_started(deadline)?;
-        // If these have changed the view, the path is the same, but it may not be announced.
-        let chosen = self.data.choose(desc, options)?;
         let limit = self.data.policy(options).limit();
-        let announced = self.data.announce(desc, &chosen, limit)?;
+        let announced = if self.data.watch.epoch() == view {
+            self.data.announce(desc, chosen, limit)?
+        } else {
+            // The path is the same in the new view, but it may not be announced.
+            let chosen = self.data.choose(desc, options)?;
+            self.data.announce(desc, &chosen, limit)?
+        };
         self.run_announced((desc, path), &schedule, buffers, announced, deadline)
     }
 
@@ -203,7 +238,7 @@ impl Core {
         let announced = started.tree_op.take();
         let result = started.buffers.as_mut().map_or(Ok(()), |owned| {
             let none = || Error::Argument(format!("{desc} was started without a schedule")).ending();
-            let schedule = started.schedule.as_ref().ok_or_else(none)?;
+            let schedule = started.schedule.as_deref().ok_or_else(none)?;
             self.run_announced((&desc, path), schedule, owned.borrow_buffers(), announced, deadline)
         });
         let result = result.map_err(|error| self.end(error, &desc, started.begun));

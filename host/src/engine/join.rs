@@ -100,6 +100,7 @@ pub(crate) fn join_as(mut config: JoinConfig, stripe: Option<StripeOf>) -> Resul
         selection: Selection::new(selection),
         watch: Watch::new(notices),
         inbox: channel.as_ref().map(|channel| Arc::clone(channel.inbox())),
+        progress: None,
         ended: None,
     };
     let members = Members { session: Some(session), channel, secret, ranks_here, embedded, host_device };

@@ -16,6 +16,7 @@ use super::core::Core;
 use super::data_path::{Deadline, Stop};
 use super::error::Error;
 use super::membership::MembershipChannel;
+use crate::deadline::after;
 use crate::recovery::Watermark;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -41,8 +42,10 @@ impl Core {
     /// Leave the job. The controller frees the group when all ranks have left.
     pub(crate) fn leave(&mut self, limit: Duration) -> Departure {
         let began = Instant::now();
+        self.serve_submissions();
         let mut departure = self.drain(limit);
-        if departure == Departure::Clean && !self.data.host.flush(began + limit) {
+        self.data.report_operations();
+        if departure == Departure::Clean && !self.data.host.flush(after(began, limit)) {
             departure = Departure::Unconfirmed { waited: began.elapsed() };
         }
         match &departure {
@@ -76,7 +79,7 @@ impl Core {
 
     fn drain(&mut self, limit: Duration) -> Departure {
         let began = Instant::now();
-        let deadline = (began + limit, limit);
+        let deadline = (after(began, limit), limit);
         if let Err(error) = self.check_usable() {
             return if self.had_all_results(deadline) { Departure::Clean } else { Departure::Failed(error) };
         }

@@ -5,8 +5,8 @@ use super::core::Core;
 use super::data_path::Deadline;
 use super::error::{Error, StartError, WaitError};
 use super::options::CallOptions;
-use crate::exec::message::{self, Direction, Message, MessageBuffer, PostError, Ticket, Transfer};
-use sumac_hal::ids::Rank;
+use super::task::{EndOfMessage, Post};
+use crate::exec::message::{self, Message, MessageBuffer, PostError, Ticket, Transfer};
 
 impl Core {
     pub(crate) fn transfer(&mut self, messages: &mut [Message<'_>], options: &CallOptions) -> Result<(), Error> {
@@ -19,18 +19,13 @@ impl Core {
         self.message_result(result, deadline)
     }
 
-    pub(crate) fn post_message(
-        &mut self,
-        peer: Rank,
-        direction: Direction,
-        tag: u32,
-        buffer: Box<dyn MessageBuffer>,
-    ) -> Result<Ticket, StartError<Box<dyn MessageBuffer>>> {
+    pub(crate) fn post_message(&mut self, post: Post) -> Result<Ticket, StartError<Box<dyn MessageBuffer>>> {
         if let Err(error) = self.check_usable() {
-            return Err(StartError { error, buffer });
+            return Err(StartError { error, buffer: post.buffer });
         }
         let deadline = self.deadline(&CallOptions::default());
         // The caller's buffer, while the mesh does not have it.
+        let Post { peer, direction, tag, buffer } = post;
         let mut unposted = Some(buffer);
         let result = self.with_connections(|core, connections| {
             let mesh = &mut connections.mesh;
@@ -39,7 +34,7 @@ impl Core {
                 return Ok(None);
             }
             let Some(buffer) = unposted.take() else { return Ok(None) };
-            let posted = mesh.post(peer, direction, tag, buffer);
+            let posted = Post { peer, direction, tag, buffer }.post_on(mesh);
             let ticket = posted.map_err(|PostError { error, buffer }| {
                 unposted = Some(buffer);
                 error
@@ -56,11 +51,19 @@ impl Core {
         })
     }
 
-    pub(crate) fn wait_message(
-        &mut self,
-        ticket: Ticket,
-        options: &CallOptions,
-    ) -> Result<Box<dyn MessageBuffer>, WaitError<Box<dyn MessageBuffer>>> {
+    /// Drive messages without waiting, and return whether this one has ended.
+    pub(crate) fn test_message(&mut self, ticket: Ticket) -> bool {
+        let deadline = self.deadline(&CallOptions::default());
+        let driven = self.with_connections(|core, connections| {
+            let mesh = &mut connections.mesh;
+            core.drive_host(&mut Posted { mesh: &mut *mesh, until: PostedUntil::Blocked }, deadline)?;
+            Ok(mesh.is_complete(ticket))
+        });
+        // An error ends all messages.
+        self.message_result(driven, deadline).unwrap_or(true)
+    }
+
+    pub(crate) fn wait_message(&mut self, ticket: Ticket, options: &CallOptions) -> EndOfMessage {
         let deadline = self.deadline(options);
         let mut buffer = None;
         let result = self.with_connections(|core, connections| {
@@ -75,7 +78,7 @@ impl Core {
 
     /// A failed message ends the communicator, unless nothing was sent. If its peer is lost, the error names that rank,
     /// while the communicator ends with the error that all ranks agree on.
-    fn message_result<R>(&mut self, result: Result<R, Error>, deadline: Deadline) -> Result<R, Error> {
+    pub(super) fn message_result<R>(&mut self, result: Result<R, Error>, deadline: Deadline) -> Result<R, Error> {
         result.inspect_err(|error| match self.agreed_loss_error(error.clone(), deadline) {
             end if end == *error => self.note_end(error),
             end => self.note_unreported_end(end),

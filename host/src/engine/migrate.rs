@@ -94,7 +94,7 @@ impl Core {
         let path = explanation.chosen.ok_or_else(no_schedule)?;
         let buffers =
             Buffers::Separate { input: bytemuck::bytes_of(&own), output: bytemuck::cast_slice_mut(&mut votes) };
-        let schedule = self.data.schedule(&desc, path, &buffers)?;
+        let schedule = self.data.schedule(&desc, path, false)?;
         self.run_schedule((&desc, path), &schedule, buffers, deadline)?;
         if let Some(why) = vote.declines(&votes, self.data.watch.job_view()) {
             self.decline(None, &why);

@@ -20,6 +20,10 @@
 //! collective goes from `calls` through `host` to [`crate::exec`], which drives the data path beside it, and is paused
 //! while the view changes.
 //!
+//! Started operations and messages are tasks ([`task`]). With [`Progress::Thread`](options::Progress::Thread), callers
+//! put them into a queue ([`submissions`], by [`submit`]), and the communicator's thread ([`progress`]) begins, drives
+//! and ends them.
+//!
 //! Invariants:
 //! - no file needs one that needs it: the parts ([`tree_end`], [`operations`], [`connections`], [`selection`],
 //!   [`watch`]) know neither each other nor the data path, and the data path does not know the driver;
@@ -30,12 +34,14 @@ mod change;
 mod config;
 mod connections;
 mod core;
+mod counts;
 mod data_path;
 mod dropped;
 mod element;
 mod embedded;
 pub(crate) mod error;
 mod extent;
+mod foreign;
 #[cfg(feature = "snapshot")]
 pub(crate) mod harness;
 mod host;
@@ -49,30 +55,42 @@ mod new_tree;
 mod notices;
 mod operations;
 mod options;
+mod owned;
 mod pieces;
+mod prepared;
+mod progress;
+mod recent;
 mod selection;
-mod selection_cache;
 mod shared;
 mod shares;
 mod started;
 mod straggler;
 mod stripes;
+mod submissions;
+mod submit;
+mod task;
+mod thread_progress;
 mod tree;
 mod tree_end;
 mod watch;
 
 pub(crate) use self::core::Core;
 pub use config::{DEFAULT_PORT, JoinConfig, JoinError};
+pub use counts::Counts;
 pub use element::Element;
 pub(crate) use element::ErasedBuffer;
 pub(crate) use error::creation_error;
 pub use error::{CreationError, Error, OutputState, StartError, WaitError};
+pub use foreign::RawBuffers;
+pub(crate) use foreign::{ForeignMemory, Keep};
 pub(crate) use join::join_as;
 pub use leave::Departure;
 pub use notices::ControllerState;
 pub(crate) use notices::Notices;
-pub(crate) use operations::Owned;
-pub use options::{CallOptions, Outcome, Outstanding, Recoveries, Straggler};
+pub use options::{CallOptions, Outcome, Outstanding, Progress, Recoveries, Straggler};
+pub(crate) use owned::Owned;
+pub(crate) use prepared::PreparedCall;
 pub(crate) use shared::SharedCore;
 pub(crate) use stripes::Stripes;
 pub use stripes::Trees;
+pub(crate) use task::{Operation, Post, Task, Work};

@@ -8,6 +8,7 @@ use super::dropped::Dropped;
 use super::error::Error;
 use super::membership::Inbox;
 use super::migration_gate::MigrationGate;
+use super::submissions::Submissions;
 use crate::controller::proto::{AbortReason, QueuePosition};
 use crate::recovery::Migration;
 use crate::transport::memory;
@@ -41,8 +42,10 @@ pub(crate) struct Notices {
     queue: Mutex<Queue>,
     /// Changes the view if no call does.
     on_question: OnceLock<OnQuestion>,
-    /// Threads that change the view.
+    /// Threads that change the view, and the progress thread.
     threads: Mutex<Vec<JoinHandle<()>>>,
+    /// What the progress thread waits on.
+    submissions: OnceLock<Arc<Submissions>>,
 }
 
 /// What is done on a thread of its own when the view is in question.
@@ -120,6 +123,7 @@ impl Notices {
             dropped: Dropped::default(),
             on_question: OnceLock::new(),
             threads: Mutex::default(),
+            submissions: OnceLock::new(),
         }
     }
 
@@ -161,7 +165,9 @@ impl Notices {
         }
     }
 
-    fn wake(&self) {
+    /// Wake whoever waits.
+    pub(super) fn wake(&self) {
+        self.submissions.get().into_iter().for_each(|submissions| submissions.ring());
         self.migration.wake();
         let wakers = self.wakers();
         wakers.port.iter().for_each(Waker::wake);
@@ -207,10 +213,19 @@ impl Notices {
         }
     }
 
-    /// Wait for the threads that change the view.
+    /// Also wake the progress thread from now on, and wait for its end with that of the others.
+    pub(super) fn set_progress(&self, submissions: Arc<Submissions>, thread: JoinHandle<()>) {
+        self.submissions.get_or_init(|| submissions);
+        self.threads.lock().unwrap_or_else(PoisonError::into_inner).push(thread);
+    }
+
+    /// Wait for the threads that change the view and make progress. One of them may be the caller, if what a buffer was
+    /// kept alive by held the last share of the communicator.
     pub(super) fn join_threads(&self) {
+        self.submissions.get().into_iter().for_each(|submissions| submissions.shut_down());
         let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
-        for thread in threads {
+        let own = thread::current().id();
+        for thread in threads.into_iter().filter(|thread| thread.thread().id() != own) {
             // A panic there has already been reported.
             let _ = thread.join();
         }

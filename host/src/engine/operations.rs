@@ -8,10 +8,10 @@
 //! - once the communicator has ended, no host collective begins;
 //! - calls are numbered alike on all ranks: a rejected call gives its number to the next.
 
-use super::element::ErasedBuffer;
 use super::error::Error;
 use super::extent::Extent;
 use super::options::Outcome;
+use super::owned::Owned;
 use super::selection::Chosen;
 use crate::exec::Buffers;
 use crate::schedule::Schedule;
@@ -19,6 +19,7 @@ use crate::select::Algo;
 use crate::transport::memory::Transfer;
 use crate::transport::packets::{self, OpId};
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
 use std::time::Instant;
 use sumac_hal::op::{OpDesc, Path};
 use sumac_hal::planted;
@@ -98,44 +99,6 @@ pub(super) struct CounterSnapshot {
     pub(super) at: Instant,
 }
 
-/// Buffers that the communicator owns while their operation is in flight.
-pub(crate) struct Owned {
-    /// The input, and also the output unless that is separate.
-    pub(super) memory: Box<dyn ErasedBuffer>,
-    pub(super) output: Option<Box<dyn ErasedBuffer>>,
-    /// The scaled input, which is contributed instead.
-    pub(super) scaled: Option<Vec<u8>>,
-    pub(super) extent: Extent,
-}
-
-impl Owned {
-    pub(super) fn borrow_buffers(&mut self) -> Buffers<'_> {
-        match (&self.scaled, &mut self.output) {
-            (Some(input), Some(output)) => Buffers::Separate { input, output: output.bytes_mut() },
-            (Some(input), None) => {
-                Buffers::Separate { input, output: &mut self.memory.bytes_mut()[self.extent.output.clone()] }
-            }
-            (None, Some(output)) => Buffers::Separate { input: self.memory.bytes(), output: output.bytes_mut() },
-            (None, None) => Buffers::InPlace(self.memory.bytes_mut()),
-        }
-    }
-
-    fn len_bytes(&self) -> usize {
-        let output = self.output.as_ref().map_or(0, |output| output.bytes().len());
-        self.memory.bytes().len() + output + self.scaled.as_ref().map_or(0, Vec::len)
-    }
-
-    /// Return the buffer that holds the result.
-    pub(crate) fn into_result(self) -> Box<dyn ErasedBuffer> {
-        self.output.unwrap_or(self.memory)
-    }
-
-    /// Return the buffer that the caller passed.
-    pub(crate) fn into_memory(self) -> Box<dyn ErasedBuffer> {
-        self.memory
-    }
-}
-
 /// The buffers of a started operation in the tree.
 pub(super) struct TreeBuffers {
     handle: u64,
@@ -180,7 +143,7 @@ pub(super) struct Started {
     /// The buffers of a host collective; `None` in the tree, where [`TreeBuffers`] has them.
     pub(super) buffers: Option<Owned>,
     /// The schedule of a host collective. It is made at the start, so that nothing is rejected later.
-    pub(super) schedule: Option<Schedule>,
+    pub(super) schedule: Option<Arc<Schedule>>,
     pub(super) finished: Option<Result<Outcome, Error>>,
     /// Its handle was dropped: free its buffers when it has ended.
     pub(super) is_detached: bool,
@@ -375,6 +338,22 @@ impl Operations {
         let is_blocked = self.owned.range(completed_below..).next().is_some_and(|(_, first)| first.handle < *oldest);
         let started = self.started.get(oldest).filter(|_| is_blocked)?;
         Some((started.desc, started.begun))
+    }
+
+    /// Return whether this host collective is running.
+    pub(super) fn is_running(&self, handle: u64) -> bool {
+        self.scheduling.as_ref().is_some_and(|scheduling| scheduling.handle == handle)
+    }
+
+    /// Return whether an operation has failed that was not waited for.
+    pub(super) fn has_failed(&self) -> bool {
+        self.started.values().any(|started| matches!(started.finished, Some(Err(_))))
+    }
+
+    /// Return the oldest operation that has not ended.
+    pub(super) fn oldest(&self) -> Option<(OpDesc, CounterSnapshot)> {
+        let oldest = self.started.values().find(|started| started.finished.is_none())?;
+        Some((oldest.desc, oldest.begun))
     }
 
     pub(super) fn has_schedules(&self) -> bool {

@@ -3,6 +3,8 @@
 use crate::select::Algo;
 use crate::transport::memory::Transfer;
 use crate::transport::packets::Slowest;
+use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 use sumac_hal::op::Path;
 use sumac_hal::wire::RankMask;
@@ -32,7 +34,7 @@ pub struct Outcome {
     /// How the payload moved between this rank and its leaf device; `None` for host collectives.
     pub transfer: Option<Transfer>,
     /// Why the operation did not use the tree, if the algorithm was left open.
-    pub fallback: Option<String>,
+    pub fallback: Option<Arc<str>>,
     /// Bytes that this rank sent during the operation, including data-plane headers, or that its leaf device read from
     /// its memory. Concurrent operations count each other's bytes.
     pub wire_bytes: u64,
@@ -46,6 +48,33 @@ pub struct Outcome {
     /// The ranks that did not contribute to the result. Empty unless [`Straggler::Partial`] has excluded ranks, in this
     /// operation or an earlier one.
     pub missing: RankMask,
+}
+
+/// What `println!` shows: the path, and whatever else is not as usual.
+impl fmt::Display for Outcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.path.name())?;
+        if self.trees > 1 {
+            write!(f, " over {} trees", self.trees)?;
+        }
+        if let Some(transfer) = self.transfer {
+            write!(f, ", {}", transfer.name())?;
+        }
+        write!(f, ", {} bytes on the wire", self.wire_bytes)?;
+        if self.retransmits > 0 {
+            write!(f, ", {} retransmits", self.retransmits)?;
+        }
+        if self.recovered {
+            f.write_str(", recovered")?;
+        }
+        if let Some(slowest) = self.slowest {
+            write!(f, ", slowest {slowest}")?;
+        }
+        if !self.missing.is_empty() {
+            write!(f, ", without ranks {}", self.missing)?;
+        }
+        self.fallback.iter().try_for_each(|why| write!(f, "; no tree: {why}"))
+    }
 }
 
 /// How often a communicator has recovered from failures, and what that cost.
@@ -73,6 +102,19 @@ pub struct Outstanding {
     pub bytes: usize,
 }
 
+/// Who drives started operations and messages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
+pub enum Progress {
+    /// Callers do, in their calls on the communicator. Nothing goes on between calls, and no thread is needed.
+    #[default]
+    Caller,
+    /// A thread of the communicator does, in the order in which they were started, and recovers. Their deadlines count
+    /// from their start. A test never waits, and blocking calls of several threads overlap. A blocking call costs a
+    /// hand-over to the thread and back.
+    Thread,
+}
+
 /// The straggler policy of an operation. Must be the same on all ranks; otherwise they get
 /// [`Error::Mismatch`](crate::Error::Mismatch).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -89,4 +131,40 @@ pub enum Straggler {
     ///
     /// Use a call deadline that is longer than this. Ranks that enter in time and then slow down are waited for.
     Partial(Duration),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sumac_hal::ids::Rank;
+
+    #[test]
+    fn outcome_prints_its_path_and_what_is_unusual() {
+        let mut outcome = Outcome {
+            path: Path::Ring,
+            trees: 0,
+            transfer: None,
+            fallback: Some("no device".into()),
+            wire_bytes: 96,
+            retransmits: 0,
+            recovered: false,
+            slowest: None,
+            missing: RankMask::EMPTY,
+        };
+        assert_eq!(outcome.to_string(), "ring, 96 bytes on the wire; no tree: no device");
+        outcome.missing.insert(Rank(3));
+        outcome = Outcome {
+            path: Path::Tree,
+            trees: 2,
+            transfer: Some(Transfer::ZeroCopy),
+            fallback: None,
+            retransmits: 4,
+            recovered: true,
+            slowest: Some(Slowest { rank: Rank(1), late_us: 7 }),
+            ..outcome
+        };
+        let expected = "tree over 2 trees, zero-copy, 96 bytes on the wire, 4 retransmits, recovered, \
+                        slowest rank 1 by 7 us, without ranks 3";
+        assert_eq!(outcome.to_string(), expected);
+    }
 }

@@ -3,10 +3,12 @@
 use super::config::JoinConfig;
 use super::error::Error;
 use super::notices::Notices;
-use super::selection_cache::SelectionCache;
+use super::recent::Recent;
 use crate::controller::proto::QueuePosition;
 use crate::recovery::CallPaths;
+use crate::schedule::Schedule;
 use crate::select::{Algo, Explanation, SelectionContext, explain};
+use std::sync::Arc;
 use sumac_hal::op::{OpDesc, Path};
 
 /// The path of a call.
@@ -14,18 +16,28 @@ use sumac_hal::op::{OpDesc, Path};
 pub(super) struct Chosen {
     pub(super) path: Path,
     /// Why it is not the tree, if the algorithm was left open.
-    pub(super) fallback: Option<String>,
+    pub(super) fallback: Option<Arc<str>>,
     /// A host collective is announced in the present tree, because all ranks call it in this view.
     pub(super) is_announced: bool,
 }
 
+/// A path, and why it is not the tree if the algorithm was left open.
+type Selected = (Path, Option<Arc<str>>);
+
+/// The most messages of a schedule that is kept: a long one takes little time to make beside its messages.
+const KEPT_MESSAGES_MAX: usize = 256;
+
 /// What paths are selected by. Invariant: a cached selection is of the present context and queue position.
 pub(super) struct Selection {
     context: SelectionContext,
-    cache: SelectionCache,
+    selected: Recent<(OpDesc, Algo), Selected>,
+    /// The schedules of paths at this rank's place, in place or not.
+    schedules: Recent<(OpDesc, Path, bool), Arc<Schedule>>,
     /// The queue position that the cached selections depend on.
     queue_position: Option<QueuePosition>,
     fallback_logged: bool,
+    /// How often anything else that paths are selected by has changed.
+    generation: u64,
     /// Calls that ranks had begun in earlier views.
     earlier: CallPaths<SelectionContext>,
     /// The context of the tree that the ranks are migrating to. Some may use it already.
@@ -38,9 +50,11 @@ impl Selection {
         let fallback_logged = context.tree.is_err();
         Self {
             context,
-            cache: SelectionCache::default(),
+            selected: Recent::default(),
+            schedules: Recent::default(),
             queue_position: None,
             fallback_logged,
+            generation: 0,
             earlier: CallPaths::default(),
             migrating_to: None,
         }
@@ -58,14 +72,28 @@ impl Selection {
 
     /// The ranks are migrating to the tree of this context, or have ended that.
     pub(super) fn migrate_to(&mut self, context: Option<SelectionContext>) {
+        self.generation += 1;
         self.migrating_to = context;
     }
 
     /// The view has changed. The ranks had begun `begun` calls at most, and selected by `before`, or, if they were
     /// ahead of this rank in a migration, by the tree that it is migrating to.
     pub(super) fn view_changed(&mut self, begun: u64, before: SelectionContext, is_behind: bool) {
+        self.generation += 1;
         let migrated = self.migrating_to.take().filter(|_| is_behind);
         self.earlier.view_changed(begun, migrated.unwrap_or(before));
+    }
+
+    /// Return a number that changes whenever calls may be selected another path than before, or for another reason.
+    pub(super) fn generation(&mut self, queue_position: Option<QueuePosition>) -> u64 {
+        self.note_queue_position(queue_position);
+        self.generation
+    }
+
+    fn note_queue_position(&mut self, queue_position: Option<QueuePosition>) {
+        if std::mem::replace(&mut self.queue_position, queue_position) != queue_position {
+            self.clear();
+        }
     }
 
     /// Return whether the host collective of a call is announced in the present tree.
@@ -91,7 +119,8 @@ impl Selection {
 
     /// Invalidate cached selections: available paths have changed.
     fn clear(&mut self) {
-        self.cache = SelectionCache::default();
+        self.generation += 1;
+        (self.selected, self.schedules) = (Recent::default(), Recent::default());
         self.fallback_logged = false;
     }
 
@@ -126,18 +155,33 @@ impl Selection {
         }
     }
 
+    /// Return the schedule of an operation by a path: the one that `make` made for it last, or a new one.
+    pub(super) fn schedule(
+        &mut self,
+        (desc, path, is_in_place): (&OpDesc, Path, bool),
+        make: impl FnOnce(&Self) -> Result<Schedule, Error>,
+    ) -> Result<Arc<Schedule>, Error> {
+        let key = (*desc, path, is_in_place);
+        if let Some(schedule) = self.schedules.find(&key) {
+            return Ok(schedule);
+        }
+        let schedule = Arc::new(make(self)?);
+        if schedule.messages() <= KEPT_MESSAGES_MAX {
+            self.schedules.keep(key, Arc::clone(&schedule));
+        }
+        Ok(schedule)
+    }
+
     /// Select the path by the present context.
     fn choose_now(
         &mut self,
         desc: &OpDesc,
         algo: Algo,
         (config, notices): (&JoinConfig, &Notices),
-    ) -> Result<(Path, Option<String>), Error> {
+    ) -> Result<Selected, Error> {
         let queue_position = notices.queue_position();
-        if std::mem::replace(&mut self.queue_position, queue_position) != queue_position {
-            self.clear();
-        }
-        if let Some(chosen) = self.cache.find(desc, algo) {
+        self.note_queue_position(queue_position);
+        if let Some(chosen) = self.selected.find(&(*desc, algo)) {
             return Ok(chosen);
         }
         let (path, fallback) = path(self.explain(desc, algo, queue_position), desc)?;
@@ -147,16 +191,57 @@ impl Selection {
             self.fallback_logged = true;
         }
         let chosen = (path, fallback);
-        self.cache.keep(*desc, algo, &chosen);
+        self.selected.keep((*desc, algo), chosen.clone());
         Ok(chosen)
     }
 }
 
 /// Return the path, and why it is not the tree if the algorithm was left open.
-fn path(explanation: Explanation, desc: &OpDesc) -> Result<(Path, Option<String>), Error> {
+fn path(explanation: Explanation, desc: &OpDesc) -> Result<Selected, Error> {
     let Some(path) = explanation.chosen else {
         let reason = explanation.refusal().cloned();
         return Err(reason.map_or_else(|| Error::Argument(format!("no path for {desc}")), Error::NotPossible));
     };
-    Ok((path, explanation.fallback().map(ToString::to_string)))
+    Ok((path, explanation.fallback().map(|why| why.to_string().into())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::Child;
+    use crate::select::{CostTable, Declared};
+    use sumac_hal::ctrl::Order;
+    use sumac_hal::ids::Rank;
+
+    fn context() -> SelectionContext {
+        let children = (0..2).map(|rank| Child::Rank(Rank(rank))).collect();
+        let declared = Declared::new(vec![children], 2, Order::Arrival).expect("a tree");
+        let (table, tree) = (CostTable::emulated(), Err("queued".into()));
+        SelectionContext { ranks: 2, ranks_per_host: 1, order: Order::Arrival, tree, table, declared }
+    }
+
+    /// What was decided earlier is used while the number stays.
+    #[test]
+    fn generation_changes_with_all_that_calls_are_selected_by() {
+        let mut selection = Selection::new(context());
+        let mut known = Vec::new();
+        let mut is_new = |selection: &mut Selection, place| {
+            let generation = selection.generation(place);
+            assert_eq!(selection.generation(place), generation, "nothing has changed");
+            let is_new = !known.contains(&generation);
+            known.push(generation);
+            is_new
+        };
+        assert!(is_new(&mut selection, None));
+        let place = |position| Some(QueuePosition { position, of: 3 });
+        assert!(is_new(&mut selection, place(2)) && is_new(&mut selection, place(1)) && is_new(&mut selection, None));
+        selection.migrate_to(Some(context()));
+        assert!(is_new(&mut selection, None));
+        selection.view_changed(0, context(), false);
+        assert!(is_new(&mut selection, None));
+        selection.install(context());
+        assert!(is_new(&mut selection, None));
+        selection.without_tree("it is gone".into());
+        assert!(is_new(&mut selection, None));
+    }
 }

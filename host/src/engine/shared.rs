@@ -3,11 +3,18 @@
 //! Invariant: dropping the last share frees everything that the communicator had: memory, connections, threads. A
 //! thread that changes the view in the background may be using the core at that moment; it is cancelled and joined.
 
-use super::core::Core;
+use super::core::{Core, lock};
 use super::dropped::Dropped;
 use super::error::Error;
 use super::notices::Notices;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use super::options::Progress;
+use super::progress;
+use super::submissions::Submissions;
+use super::thread_progress::ThreadProgress;
+use crate::schedule::Place;
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
 
 /// A share in a communicator. In a forked child it is inert: it is never locked, because a thread that the child does
 /// not have may hold the lock, and dropping it has no effect.
@@ -18,37 +25,68 @@ pub(crate) struct SharedCore {
 }
 
 #[derive(Debug, Clone)]
-struct Shares {
+pub(super) struct Shares {
     // Dropped before `core`, so that the background thread never drops the last reference to it.
     guard: Arc<ShutdownGuard>,
     core: Arc<Mutex<Core>>,
     name: Arc<str>,
+    /// Where work is submitted to the progress thread, if there is one.
+    submissions: Option<Arc<Submissions>>,
+    /// The default deadline of calls.
+    pub(super) deadline: Duration,
+    pub(super) place: Place,
 }
 
 impl SharedCore {
-    pub(crate) fn new(core: Core) -> Self {
-        let name = Arc::from(core.config().job.as_str());
+    /// Share a core, and start its progress thread if it is configured to have one.
+    ///
+    /// # Errors
+    /// The system's, if there is no thread or descriptor.
+    pub(crate) fn new(mut core: Core) -> io::Result<Self> {
+        let (name, deadline) = (Arc::from(core.config().job.as_str()), core.config().deadline);
+        let place = core.place();
         let guard = Arc::new(ShutdownGuard(Arc::clone(core.notices())));
+        let submissions = match core.config().progress.unwrap_or_default() {
+            Progress::Caller => None,
+            Progress::Thread => Some(Arc::new(Submissions::new()?)),
+        };
+        core.set_progress(submissions.clone().map(ThreadProgress::new));
         let core = Arc::new(Mutex::new(core));
+        if let Some(submissions) = &submissions {
+            let thread = progress::start(Arc::downgrade(&core), Arc::clone(submissions))?;
+            guard.0.set_progress(Arc::clone(submissions), thread);
+        }
         let weak = Arc::downgrade(&core);
         guard.0.set_on_question(move || {
             if let Some(core) = weak.upgrade() {
                 lock(&core).change_view_if_requested();
             }
         });
-        Self { shares: Some(Shares { guard, core, name }) }
+        Ok(Self { shares: Some(Shares { guard, core, name, submissions, deadline, place }) })
     }
 
-    fn shares(&self) -> &Shares {
+    pub(super) fn shares(&self) -> &Shares {
         self.shares.as_ref().expect("shares are present until drop")
     }
 
-    /// Lock the core.
+    /// Lock the core. The progress thread lets go of it as soon as no host collective runs.
     ///
     /// # Errors
     /// [`Error::Forked`].
     pub(crate) fn lock(&self) -> Result<MutexGuard<'_, Core>, Error> {
-        if self.is_forked() { Err(Error::Forked) } else { Ok(lock(&self.shares().core)) }
+        if self.is_forked() {
+            return Err(Error::Forked);
+        }
+        let shares = self.shares();
+        let Some(submissions) = &shares.submissions else { return Ok(lock(&shares.core)) };
+        let _caller = submissions.call();
+        self.notices().wake();
+        Ok(lock(&shares.core))
+    }
+
+    /// Return where work is submitted to the progress thread; `None` if callers make progress.
+    pub(super) fn submissions(&self) -> Option<&Arc<Submissions>> {
+        self.shares().submissions.as_ref()
     }
 
     /// Return whether this process was forked from the one that joined.
@@ -95,9 +133,4 @@ impl Drop for ShutdownGuard {
         self.0.cancel();
         self.0.join_threads();
     }
-}
-
-pub(crate) fn lock(core: &Mutex<Core>) -> MutexGuard<'_, Core> {
-    // A thread that panicked left the protocol state as it was between two packets, which is consistent.
-    core.lock().unwrap_or_else(PoisonError::into_inner)
 }

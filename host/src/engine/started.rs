@@ -4,44 +4,57 @@
 
 use super::calls::premultiply;
 use super::core::Core;
+use super::counts::Counts;
 use super::data_path::Deadline;
-use super::element::ErasedBuffer;
 use super::error::{Error, StartError};
 use super::extent::Extent;
-use super::operations::{Awaited, NextStep, Owned, Started};
+use super::operations::{Awaited, NextStep, Started};
 use super::options::{CallOptions, Outcome};
+use super::owned::Owned;
+use super::task::{Operation, Refused, Work};
+use crate::schedule::Schedule;
+use crate::select::Algo;
+use std::sync::Arc;
 use std::time::Instant;
-use sumac_hal::op::{OpDesc, Path};
+use sumac_hal::op::OpDesc;
 
 impl Core {
-    /// Start an operation on buffers that the communicator owns until it is waited for. An error returns `memory`,
-    /// unchanged.
-    pub(crate) fn start(
-        &mut self,
-        desc: OpDesc,
-        memory: Box<dyn ErasedBuffer>,
-        output: Option<Box<dyn ErasedBuffer>>,
-        options: &CallOptions,
-    ) -> Result<u64, StartError<Box<dyn ErasedBuffer>>> {
-        let extent = match self.check_usable().and_then(|()| Extent::of(&desc, self.data.place)) {
-            Ok(extent) => extent,
-            Err(error) => return Err(StartError { error, buffer: memory }),
+    /// Start an operation on buffers that the communicator owns until it is waited for. An error returns it, with its
+    /// buffers unchanged.
+    pub(crate) fn start(&mut self, operation: Operation) -> Result<u64, Refused> {
+        let Operation { desc, counts, memory, output, options } = operation;
+        let refused = |error, owned: Owned, counts| {
+            let (memory, output) = owned.into_parts();
+            let work = Work::Operation(Operation { desc, counts, memory, output, options });
+            Box::new(StartError { error, buffer: work })
+        };
+        let planned = self.check_usable().and_then(|()| match (&counts, &output) {
+            (Some(_), None) => Err(Error::Argument(format!("{desc} needs separate input and output buffers"))),
+            _ => self.plan(&desc, counts.as_ref(), &options),
+        });
+        let (extent, schedule, refusal) = match planned {
+            Ok((extent, schedule)) => (extent, schedule, None),
+            Err(error) => (Extent::NONE, None, Some(error)),
         };
         let mut owned = Owned { memory, output, scaled: None, extent: extent.clone() };
-        let checked = extent.check(&desc, &owned.borrow_buffers());
-        match checked.and_then(|()| premultiply(&desc, &extent, &owned.borrow_buffers(), options)) {
-            Ok(scaled) => owned.scaled = scaled,
-            Err(error) => return Err(StartError { error, buffer: owned.memory }),
+        if let Some(error) = refusal {
+            return Err(refused(error, owned, counts));
         }
-        let (deadline, before) = (self.deadline(options), self.data.snapshot());
+        let checked = extent.check(&desc, &owned.borrow_buffers());
+        match checked.and_then(|()| premultiply(&desc, &extent, &owned.borrow_buffers(), &options)) {
+            Ok(scaled) => owned.scaled = scaled,
+            Err(error) => return Err(refused(error, owned, counts)),
+        }
+        let now = Instant::now();
+        let (deadline, before) = (self.deadline_from(now, &options), self.data.snapshot(now));
         let result = match self.make_room(deadline).and_then(|()| self.begin_call(deadline)) {
-            Ok(()) => self.start_call(desc, owned, options, deadline),
+            Ok(()) => self.start_call((desc, schedule), owned, &options, deadline),
             Err(error) => Err(Box::new((error, owned))),
         };
-        let result = result.map_err(|refused| {
-            let (error, owned) = *refused;
+        let result = result.map_err(|stopped| {
+            let (error, owned) = *stopped;
             let error = self.end(error, &desc, before);
-            StartError { error: self.release_rejected_call(error), buffer: owned.memory }
+            refused(self.release_rejected_call(error), owned, counts)
         });
         self.data.operations.calling = None;
         if result.is_ok() {
@@ -50,17 +63,32 @@ impl Core {
         result
     }
 
+    /// Return the extents of an operation, and the schedule of one on uneven blocks.
+    fn plan(
+        &self,
+        desc: &OpDesc,
+        counts: Option<&Counts>,
+        options: &CallOptions,
+    ) -> Result<(Extent, Option<Arc<Schedule>>), Error> {
+        let Some(counts) = counts else { return Ok((Extent::of(desc, self.data.place)?, None)) };
+        let schedule = self.uneven_schedule((desc, options), counts)?;
+        Ok((Extent::of_layout(schedule.layout(), desc), Some(Arc::new(schedule))))
+    }
+
     /// Start a counted operation. If the tree turns out to be lost and is recovered, start it again.
     fn start_call(
         &mut self,
-        desc: OpDesc,
+        (desc, schedule): (OpDesc, Option<Arc<Schedule>>),
         mut owned: Owned,
         options: &CallOptions,
         deadline: Deadline,
     ) -> Result<u64, Box<(Error, Owned)>> {
         let handle = self.data.operations.next_handle();
         loop {
-            let chosen = self.data.algo(&desc, options).and_then(|algo| Ok((algo, self.data.choose(&desc, options)?)));
+            let chosen = match &schedule {
+                Some(_) => Ok((Algo::Pairwise, self.uneven_choice())),
+                None => self.data.algo(&desc, options).and_then(|algo| Ok((algo, self.data.choose(&desc, options)?))),
+            };
             let (algo, chosen) = match chosen {
                 Ok(chosen) => chosen,
                 Err(error) => return Err(Box::new((error, owned))),
@@ -73,10 +101,10 @@ impl Core {
                 tree_op: None,
                 limit: self.data.policy(options).limit(),
                 transfer: None,
-                begun: self.data.snapshot(),
+                begun: self.data.snapshot(Instant::now()),
                 tested: None,
                 buffers: None,
-                schedule: None,
+                schedule: schedule.clone(),
                 finished: None,
                 is_detached: false,
             };
@@ -120,17 +148,8 @@ impl Core {
     pub(crate) fn finish(&mut self, handle: u64, options: &CallOptions) -> (Option<Owned>, Result<Outcome, Error>) {
         let deadline = self.deadline(options);
         self.wait_for(handle, deadline);
-        let Some(started) = self.data.operations.take(handle) else {
-            return (None, Err(Error::Argument("the handle belongs to another communicator".into())));
-        };
-        let in_tree = started.tree_op.and_then(|op| self.data.operations.disown(op));
-        let ended = self.data.ended.clone().unwrap_or(Error::PathLost);
-        let (mut buffers, result) = (started.buffers.or(in_tree), started.finished.unwrap_or(Err(ended)));
-        if let (Some(owned), Ok(_), Path::Tree) = (&mut buffers, &result, started.chosen.path) {
-            let extent = owned.extent.clone();
-            extent.copy_own(&started.desc, &mut owned.borrow_buffers());
-        }
-        (buffers, result)
+        let unknown = || (None, Err(Error::Argument("the handle belongs to another communicator".into())));
+        self.data.take_started(handle).unwrap_or_else(unknown)
     }
 
     fn wait_for(&mut self, handle: u64, deadline: Deadline) {

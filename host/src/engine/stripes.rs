@@ -25,11 +25,12 @@ use super::extent::Extent;
 use super::join::join_as;
 use super::leave::Departure;
 use super::notices::Notices;
-use super::options::{CallOptions, Outcome, Recoveries, Straggler};
+use super::options::{CallOptions, Outcome, Progress, Recoveries, Straggler};
 use super::shared::SharedCore;
 use super::shares::{Share, ShareWeight, combine_outputs, divide, divide_buffers, error_of_whole, is_divisible};
 use crate::controller::TREES_MAX;
 use crate::controller::proto::{RailGrant, StripeOf, Striping, stripe_name};
+use crate::deadline::after;
 use crate::exec::Buffers;
 use crate::select::{Algo, SelectionContext, explain};
 use std::collections::VecDeque;
@@ -197,6 +198,11 @@ impl Stripes {
         // A rejection must come before any tree has the operation.
         main.reserve_room(&desc, options)?;
         self.run_shares(main, (desc, options), &shares, buffers)
+    }
+
+    /// Return whether the communicator has no further trees.
+    pub(crate) const fn is_single(&self) -> bool {
+        self.further.is_empty()
     }
 
     /// Divide an operation among the trees; empty if it takes one tree, or none.
@@ -368,7 +374,7 @@ impl Stripes {
 
     /// Leave all stripes; returns how.
     pub(crate) fn leave(&self, limit: Duration) -> Departure {
-        let until = Instant::now() + limit;
+        let until = after(Instant::now(), limit);
         let mut departure = Departure::Clean;
         for stripe in &self.further {
             let left = until.saturating_duration_since(Instant::now());
@@ -399,9 +405,10 @@ impl Stripes {
 /// Join all stripes, with these shares, at the same time: each waits for the other ranks and for its devices.
 fn join_all(config: &JoinConfig, rails: &[RailGrant], shares: &[u16]) -> Vec<Result<Stripe, String>> {
     let join = |index: u8, share: u16| {
-        join_stripe(config, index, rails).map(|core| {
+        join_stripe(config, index, rails).and_then(|core| {
             let chunk_len_bytes = chunk_of(&core.selection_context());
-            Stripe { core: SharedCore::new(core), share: share.max(1), chunk_len_bytes }
+            let core = SharedCore::new(core).map_err(|error| error.to_string())?;
+            Ok(Stripe { core, share: share.max(1), chunk_len_bytes })
         })
     };
     let stripes = || (1..TREES_MAX).zip(shares);
@@ -431,6 +438,8 @@ fn join_stripe(config: &JoinConfig, index: u8, rails: &[RailGrant]) -> Result<Co
     config.job = stripe_name(&config.job, index);
     config.join_timeout = config.join_timeout.min(JOIN_TIMEOUT);
     (config.embedded_controller, config.hierarchical) = (false, false);
+    // Whoever drives the job's own tree drives this one.
+    config.progress = Some(Progress::Caller);
     (config.wait_for_tree, config.straggler) = (Duration::ZERO, Straggler::Wait);
     let (mut core, _) = join_as(config, Some(of)).map_err(|error| error.to_string())?;
     match core.selection_context().tree {
@@ -467,7 +476,7 @@ fn combine(shares: &[Share], outcomes: Vec<Outcome>) -> Outcome {
     let Some((_, mut whole)) = outcomes.next() else { unreachable!("an operation has a share") };
     for (share, part) in outcomes {
         if let Some(why) = part.fallback {
-            whole.fallback.get_or_insert(format!("tree {} of {all}: {why}", share.tree + 1));
+            whole.fallback.get_or_insert(format!("tree {} of {all}: {why}", share.tree + 1).into());
         }
         if part.path == Path::Tree {
             whole.path = Path::Tree;

@@ -20,7 +20,7 @@ both_ways! {
     buffers_of_wrong_length_are_refused,
 }
 
-/// Element `element` of rank `rank`'s input: whole numbers that bfloat16 holds, as it does their sums over 8 ranks.
+/// Element `element` of rank `rank`'s input: whole numbers that bfloat16 holds, as it does their sums over 9 ranks.
 fn input(rank: u32, element: usize) -> i32 {
     let mixed = (u64::from(rank) + 3).wrapping_mul(0x9e37_79b9_7f4a_7c15)
         ^ (element as u64 + 1).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -113,6 +113,9 @@ fn every_algorithm_and_root_gives_exact_results_in_and_out_of_place() {
     for ranks in [1_u32, 2, 3, 4, 7, 8] {
         let roots: Vec<_> = (0..ranks).collect();
         run_table(ranks, &all, &roots, &[0, 1, ranks as usize - 1, 7 * ranks as usize + 3]);
+    }
+    for ranks in [6, 9] {
+        run_table(ranks, &all, &[ranks - 2], &[7 * ranks as usize + 3]);
     }
 }
 

@@ -128,7 +128,9 @@ impl Default for Tx {
 impl Rx {
     /// Return the header, once it is complete.
     pub(super) fn header(&self) -> [u8; HEADER_BYTES] {
-        std::array::from_fn(|index| self.bytes[index])
+        let mut header = [0; HEADER_BYTES];
+        header.copy_from_slice(&self.bytes[..HEADER_BYTES]);
+        header
     }
 }
 

@@ -3,6 +3,8 @@
 //! Semantics:
 //! - The n-th message from a to b matches the n-th receive at b from a, independently of other ranks and schedules. Tag
 //!   and length must match the receive, or both ends get [`ExecError::Message`].
+//! - A receive from any rank ([`Mesh::post_receive_any`]) takes the next message of whichever rank's comes first with
+//!   its tag, unless an earlier receive takes that message. It then counts as a receive from that rank.
 //! - A send is complete when the kernel has its last byte, or, in shared memory, the receiver has copied a long one.
 //!   That may require the receiver's help: two ranks that send each other large messages do so in one [`Transfer`], or
 //!   post them.
@@ -11,24 +13,24 @@
 //! - An error ends the mesh for all its ranks, as for schedules.
 
 mod buffer;
+mod posts;
+mod transfer;
 
 use super::auth::Purpose;
 use super::error::{Call, ExecError};
 use super::link::State;
 use super::memory::Memory;
 use super::mesh::Mesh;
-use super::p2p::{P2pChannel, PostedMessage, Slot};
+use super::p2p::{PostedMessage, Slot};
 use super::poll_backoff::PollBackoff;
 use super::run::{Failure, Interrupt, Run, Status};
 use crate::schedule::{Layout, Schedule};
 pub use buffer::{MessageBuffer, PostError};
-use rustix::event::PollFlags;
-use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
-use std::net::TcpStream;
+pub(super) use posts::Messages;
 use std::time::{Duration, Instant};
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{OpDesc, Path};
+pub use transfer::Transfer;
 
 /// A message that a call waits for.
 #[derive(Debug)]
@@ -54,7 +56,8 @@ pub enum Message<'a> {
 }
 
 impl Message<'_> {
-    const fn address(&self) -> (Rank, u32, Direction) {
+    /// Return the peer, the tag and the direction.
+    pub const fn address(&self) -> (Rank, u32, Direction) {
         match *self {
             Self::Send { peer, tag, .. } => (peer, tag, Direction::Send),
             Self::Receive { peer, tag, .. } => (peer, tag, Direction::Receive),
@@ -98,98 +101,6 @@ pub enum Direction {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Ticket(u64);
 
-/// All messages of a mesh.
-pub(super) struct Messages {
-    /// To each rank.
-    pub(super) out: Vec<P2pChannel>,
-    /// From each rank.
-    pub(super) from: Vec<P2pChannel>,
-    next: u64,
-    /// Number of incomplete messages.
-    open: usize,
-    /// Complete messages, until they are taken.
-    done: BTreeMap<Ticket, Box<dyn MessageBuffer>>,
-    /// Incomplete messages that nobody will take.
-    abandoned: BTreeSet<Ticket>,
-}
-
-impl fmt::Debug for Messages {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let done: Vec<_> = self.done.keys().collect();
-        f.debug_struct("Messages").field("open", &self.open).field("done", &done).finish_non_exhaustive()
-    }
-}
-
-impl Messages {
-    pub(super) fn new(ranks: usize) -> Self {
-        let channels = || (0..ranks).map(|_| P2pChannel::default()).collect();
-        let (done, abandoned) = (BTreeMap::new(), BTreeSet::new());
-        Self { out: channels(), from: channels(), next: 0, open: 0, done, abandoned }
-    }
-
-    pub(super) const fn is_idle(&self) -> bool {
-        self.open == 0
-    }
-
-    /// Return whether a receive waits for a channel that `peer` has not opened.
-    pub(super) fn awaits_channel(&self, peer: Rank) -> bool {
-        let channel = &self.from[peer.0 as usize];
-        !channel.posts.is_empty() && !matches!(channel.link.state, State::Ready(_))
-    }
-
-    /// Return the number of posted messages that own memory, and its length in bytes.
-    fn owned(&self) -> (usize, usize) {
-        let posts = self.out.iter().chain(&self.from).flat_map(|channel| &channel.posts);
-        let open = posts.filter_map(|post| match &post.slot {
-            Slot::Owned(buffer) => Some(buffer),
-            Slot::Borrowed(_) => None,
-        });
-        open.chain(self.done.values()).fold((0, 0), |(count, len), buffer| (count + 1, len + buffer.bytes().len()))
-    }
-
-    /// Return a peer with an incomplete message.
-    pub(super) fn awaited(&self) -> Option<Rank> {
-        let is_open = |channels: &[P2pChannel]| channels.iter().position(|channel| !channel.posts.is_empty());
-        is_open(&self.from).or_else(|| is_open(&self.out)).map(|peer| Rank(peer as u32))
-    }
-
-    /// Return the poll interests of open messages.
-    pub(super) fn interests(&self) -> impl Iterator<Item = (Rank, Direction, &TcpStream, PollFlags)> {
-        let both = [(Direction::Send, &self.out), (Direction::Receive, &self.from)];
-        both.into_iter().flat_map(|(direction, channels)| {
-            channels.iter().enumerate().filter_map(move |(peer, channel)| {
-                let (stream, interest) = channel.interest(direction)?;
-                Some((Rank(peer as u32), direction, stream, interest))
-            })
-        })
-    }
-
-    /// Remove an incomplete message that owns its memory. The stream may be in the middle of it.
-    fn withdraw(&mut self, ticket: Ticket) -> Option<Box<dyn MessageBuffer>> {
-        for channel in self.out.iter_mut().chain(&mut self.from) {
-            let is_it = |post: &PostedMessage| post.ticket == ticket && matches!(post.slot, Slot::Owned(_));
-            let found = channel.posts.iter().position(is_it);
-            if let Some(post) = found.and_then(|index| channel.posts.remove(index)) {
-                self.open -= 1;
-                return match post.slot {
-                    Slot::Owned(buffer) => Some(buffer),
-                    Slot::Borrowed(_) => None,
-                };
-            }
-        }
-        None
-    }
-
-    fn push(&mut self, peer: Rank, direction: Direction, tag: u32, slot: Slot) -> Ticket {
-        let ticket = Ticket(self.next);
-        self.next += 1;
-        self.open += 1;
-        let channels = if direction == Direction::Send { &mut self.out } else { &mut self.from };
-        channels[peer.0 as usize].posts.push_back(PostedMessage::new(ticket, tag, slot));
-        ticket
-    }
-}
-
 impl Mesh {
     /// Post a message. It progresses during any later call on the mesh, in posting order for each peer and direction.
     /// [`wait`] waits for it, [`poll`] drives it, [`take_complete`] returns the buffer.
@@ -210,8 +121,23 @@ impl Mesh {
         }
     }
 
-    /// Return the buffer of a complete message; `None` while it is incomplete, and after it was taken.
-    pub fn take(&mut self, ticket: Ticket) -> Option<Box<dyn MessageBuffer>> {
+    /// Post a receive from any other rank, as [`Mesh::post`] does.
+    ///
+    /// # Errors
+    /// As for [`Mesh::post`]; [`ExecError::Invalid`] if there is no other rank.
+    pub fn post_receive_any(&mut self, tag: u32, buffer: Box<dyn MessageBuffer>) -> Result<Ticket, PostError> {
+        // Any other rank will do for the check.
+        let other = Rank(u32::from(self.rank() == Rank(0)));
+        if let Err(error) = self.check_message(other) {
+            return Err(PostError { error, buffer });
+        }
+        let ticket = self.messages.next_ticket();
+        self.messages.from_any.push_back(PostedMessage::new(ticket, tag, Slot::Owned(buffer)));
+        Ok(ticket)
+    }
+
+    /// Return the peer and the buffer of a complete message; `None` while it is incomplete, and after it was taken.
+    pub fn take(&mut self, ticket: Ticket) -> Option<(Rank, Box<dyn MessageBuffer>)> {
         self.messages.done.remove(&ticket)
     }
 
@@ -219,7 +145,7 @@ impl Mesh {
     /// was taken.
     pub fn take_back(&mut self, ticket: Ticket) -> Option<Box<dyn MessageBuffer>> {
         self.poisoned.as_ref()?;
-        self.take(ticket).or_else(|| self.messages.withdraw(ticket))
+        self.take(ticket).map(|(_, buffer)| buffer).or_else(|| self.messages.withdraw(ticket))
     }
 
     /// Drop the buffer of a posted message as soon as it is complete. The message itself is still transferred, as the
@@ -233,6 +159,16 @@ impl Mesh {
     /// Return the number of posted messages that own memory, and its length in bytes.
     pub fn owned_by_messages(&self) -> (usize, usize) {
         self.messages.owned()
+    }
+
+    /// Return whether a posted message is complete, or was taken.
+    pub fn is_complete(&self, ticket: Ticket) -> bool {
+        !self.messages.posts().any(|post| post.ticket == ticket)
+    }
+
+    /// Return the number of incomplete messages.
+    pub const fn open_messages(&self) -> usize {
+        self.messages.open
     }
 
     /// Return whether the limit of open messages is reached ([`make_room`]).
@@ -255,52 +191,6 @@ impl Mesh {
     }
 }
 
-/// Messages between the caller's buffers, from [`Transfer::new`] until all are complete.
-#[derive(Debug)]
-pub struct Transfer<'a, 'm> {
-    mesh: &'a mut Mesh,
-    messages: &'a mut [Message<'m>],
-    first: Ticket,
-    deadline: Instant,
-}
-
-impl<'a, 'm> Transfer<'a, 'm> {
-    /// Post `messages`, to be complete by `deadline`, in any order.
-    ///
-    /// # Errors
-    /// [`ExecError::Invalid`] if a peer is this rank or out of range: nothing has been sent. The mesh's own error if it
-    /// has ended.
-    pub fn new(mesh: &'a mut Mesh, messages: &'a mut [Message<'m>], deadline: Instant) -> Result<Self, ExecError> {
-        for message in messages.iter() {
-            mesh.check_message(message.address().0)?;
-        }
-        let first = Ticket(mesh.messages.next);
-        for (index, message) in messages.iter().enumerate() {
-            let (peer, tag, direction) = message.address();
-            mesh.messages.push(peer, direction, tag, Slot::Borrowed(index));
-        }
-        Ok(Self { mesh, messages, first, deadline })
-    }
-
-    /// Drive the messages until all are complete, or they are paused.
-    ///
-    /// # Errors
-    /// An error ends the mesh; the contents of receive buffers are then unspecified.
-    pub fn drive(&mut self, interrupt: &mut dyn Interrupt) -> Result<Status, ExecError> {
-        let first = self.first;
-        // Messages posted earlier may stay open.
-        let is_open = |channel: &P2pChannel| channel.posts.iter().any(|post| post.ticket >= first);
-        let is_done = |mesh: &Mesh| !mesh.messages.out.iter().chain(&mesh.messages.from).any(is_open);
-        let borrowed = self.messages.iter_mut().map(Message::reborrow).collect();
-        drive_until(self.mesh, borrowed, Some(self.deadline), interrupt, &is_done)
-    }
-
-    /// End the messages of the mesh on all ranks, and the mesh, with an error of the caller's.
-    pub fn cancel(&mut self, error: ExecError) {
-        cancel(self.mesh, error);
-    }
-}
-
 /// Drive a posted message until it is complete; [`take_complete`] returns its buffer.
 ///
 /// # Errors
@@ -311,19 +201,31 @@ pub fn wait(
     deadline: Instant,
     interrupt: &mut dyn Interrupt,
 ) -> Result<Status, ExecError> {
-    let is_open = |channel: &P2pChannel| channel.posts.iter().any(|post| post.ticket == ticket);
-    let is_done = |mesh: &Mesh| !mesh.messages.out.iter().chain(&mesh.messages.from).any(is_open);
+    let is_done = |mesh: &Mesh| mesh.is_complete(ticket);
     if is_done(mesh) {
         return Ok(Status::Done);
     }
     drive_until(mesh, Vec::new(), Some(deadline), interrupt, &is_done)
 }
 
-/// Return the buffer of a complete message.
+/// Drive posted messages until fewer than `open` are incomplete.
+///
+/// # Errors
+/// As for [`Transfer::drive`].
+pub fn wait_any(
+    mesh: &mut Mesh,
+    open: usize,
+    deadline: Instant,
+    interrupt: &mut dyn Interrupt,
+) -> Result<Status, ExecError> {
+    drive_until(mesh, Vec::new(), Some(deadline), interrupt, &|mesh| mesh.open_messages() < open)
+}
+
+/// Return the peer and the buffer of a complete message.
 ///
 /// # Errors
 /// [`ExecError::Invalid`] if there is no such message, or it was taken.
-pub fn take_complete(mesh: &mut Mesh, ticket: Ticket) -> Result<Box<dyn MessageBuffer>, ExecError> {
+pub fn take_complete(mesh: &mut Mesh, ticket: Ticket) -> Result<(Rank, Box<dyn MessageBuffer>), ExecError> {
     let unknown =
         || ExecError::Invalid { what: format!("{ticket:?} is not a message of this mesh, or was already taken") };
     mesh.take(ticket).ok_or_else(unknown)
@@ -445,20 +347,21 @@ impl Run<'_> {
             }
         }
         let own = self.mesh.rank();
-        let Messages { out, from, open, done, abandoned, .. } = &mut self.mesh.messages;
-        let mut complete = |post: PostedMessage| {
+        let Messages { out, from, from_any, open, done, abandoned, .. } = &mut self.mesh.messages;
+        let mut complete = |peer: Rank, post: PostedMessage| {
             *open -= 1;
             if let Slot::Owned(buffer) = post.slot
                 && !abandoned.remove(&post.ticket)
             {
-                done.insert(post.ticket, buffer);
+                done.insert(post.ticket, (peer, buffer));
             }
         };
         let mut moved = false;
         for (index, (out, from)) in out.iter_mut().zip(from).enumerate() {
             let peer = Rank(index as u32);
-            if !from.posts.is_empty() {
-                moved |= from.receive(peer, own, &mut self.borrowed, &mut complete)?;
+            let mut complete = |post| complete(peer, post);
+            if !from.posts.is_empty() || !from_any.is_empty() {
+                moved |= from.receive((peer, own), from_any, &mut self.borrowed, &mut complete)?;
             }
             if !out.posts.is_empty()
                 && let Some(payload_bytes) = out.send(peer, &self.borrowed, &mut complete)?
@@ -466,6 +369,9 @@ impl Run<'_> {
                 self.mesh.sent_bytes += payload_bytes as u64;
                 moved = true;
             }
+        }
+        if !moved && self.mesh.messages.awaits_nobody(own, &self.mesh.links) {
+            return Err(ExecError::RankLost { rank: Rank(u32::from(own == Rank(0))) }.into());
         }
         Ok(moved)
     }

@@ -11,6 +11,12 @@ use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
 both_ways! {
     message_ring_of_any_length_does_not_deadlock,
     nth_send_matches_nth_receive_beside_schedules,
+    receive_from_any_rank_takes_each_message_once,
+    receive_from_any_rank_leaves_other_tags_and_earlier_receives_their_messages,
+    receive_from_any_rank_ends_when_all_others_are_gone,
+    receive_from_any_rank_takes_what_a_rank_sent_before_its_end,
+    deadline_of_a_receive_from_any_rank_names_one_that_may_send,
+    receive_from_any_rank_ends_when_only_messages_with_other_tags_are_left,
     receive_before_a_schedule_gets_message_posted_before_it,
     tag_or_length_mismatch_is_the_same_error_on_every_rank,
     message_deadline_fails_on_every_rank,
@@ -32,7 +38,7 @@ fn post(mesh: &mut Mesh, peer: Rank, direction: Direction, tag: u32, bytes: Vec<
 
 fn finish(mesh: &mut Mesh, ticket: Ticket) -> Vec<u8> {
     assert_eq!(wait(mesh, ticket, Instant::now() + LONG, &mut NoInterrupt), Ok(Status::Done));
-    let buffer = take_complete(mesh, ticket).expect("through");
+    let (_, buffer) = take_complete(mesh, ticket).expect("through");
     *buffer.into_any().downcast().expect("a vector of bytes")
 }
 
@@ -103,6 +109,127 @@ fn nth_send_matches_nth_receive_beside_schedules() {
         }
         ones(mesh, 4).expect("no error");
     });
+}
+
+fn post_any(mesh: &mut Mesh, tag: u32, len_bytes: usize) -> Ticket {
+    mesh.post_receive_any(tag, Box::new(vec![0_u8; len_bytes])).expect("posted")
+}
+
+/// As [`finish`], with the peer.
+fn finish_any(mesh: &mut Mesh, ticket: Ticket) -> (Rank, Vec<u8>) {
+    assert_eq!(wait(mesh, ticket, Instant::now() + LONG, &mut NoInterrupt), Ok(Status::Done));
+    let (peer, buffer) = take_complete(mesh, ticket).expect("through");
+    (peer, *buffer.into_any().downcast().expect("a vector of bytes"))
+}
+
+/// Rank 0 receives from whom it may be, before and after the others send, beside schedules.
+fn receive_from_any_rank_takes_each_message_once() {
+    let (ranks, rounds) = (4_u32, 10);
+    on_ranks(&mut meshes(ranks), |mesh| {
+        let own = mesh.place().rank();
+        for (nth_len, len_bytes) in [0, 5, 100_000].into_iter().enumerate() {
+            let count = rounds * (ranks as usize - 1);
+            let mut tickets = Vec::new();
+            for nth in 0..rounds {
+                if own != Rank(0) {
+                    tickets.push(post(mesh, Rank(0), Direction::Send, 3, payload(own, Rank(0), nth, len_bytes)));
+                } else if nth < rounds / 2 {
+                    (0..count / rounds).for_each(|_| tickets.push(post_any(mesh, 3, len_bytes)));
+                }
+            }
+            ones(mesh, 2 * nth_len as u64).expect("no error");
+            if own != Rank(0) {
+                tickets.into_iter().for_each(|ticket| drop(finish(mesh, ticket)));
+            } else {
+                while tickets.len() < count {
+                    tickets.push(post_any(mesh, 3, len_bytes));
+                }
+                let mut next = vec![0; ranks as usize];
+                for ticket in tickets {
+                    let (peer, bytes) = finish_any(mesh, ticket);
+                    let nth = &mut next[peer.0 as usize];
+                    assert!(bytes == payload(peer, own, *nth, len_bytes), "{nth} from {peer}");
+                    *nth += 1;
+                }
+                assert_eq!(next, [0, rounds, rounds, rounds]);
+            }
+            ones(mesh, 2 * nth_len as u64 + 1).expect("no error");
+        }
+    });
+}
+
+fn receive_from_any_rank_leaves_other_tags_and_earlier_receives_their_messages() {
+    on_ranks(&mut meshes(3), |mesh| {
+        let own = mesh.place().rank();
+        if own != Rank(0) {
+            // Rank 2 sends what only a receive from it takes first; rank 1 the other way round.
+            let tags = if own == Rank(1) { [1, 2, 1] } else { [2, 1, 1] };
+            for (nth, tag) in tags.into_iter().enumerate() {
+                group(mesh, &mut [Message::Send { peer: Rank(0), tag, bytes: &[own.0 as u8, nth as u8] }]).expect("ok");
+            }
+            return ones(mesh, 0).expect("no error");
+        }
+        // Earlier than the one from any rank, although that has its tag.
+        let first = post(mesh, Rank(1), Direction::Receive, 1, vec![0; 2]);
+        let any: Vec<_> = (0..3).map(|_| post_any(mesh, 1, 2)).collect();
+        assert_eq!(finish(mesh, first), [1, 0]);
+        let named = [1, 2].map(|peer| post(mesh, Rank(peer), Direction::Receive, 2, vec![0; 2]));
+        assert_eq!(named.map(|ticket| finish(mesh, ticket)), [vec![1, 1], vec![2, 0]]);
+        let mut taken: Vec<_> = any.into_iter().map(|ticket| finish_any(mesh, ticket)).collect();
+        taken.sort();
+        assert_eq!(taken, [(Rank(1), vec![1, 2]), (Rank(2), vec![2, 1]), (Rank(2), vec![2, 2])]);
+        ones(mesh, 0).expect("no error");
+    });
+}
+
+fn receive_from_any_rank_ends_when_all_others_are_gone() {
+    let mut meshes = meshes(3);
+    on_ranks(&mut meshes, |mesh| ones(mesh, 0).expect("no error"));
+    let mut alive = meshes.remove(0);
+    let ticket = post_any(&mut alive, 0, 4);
+    drop(meshes.remove(0));
+    assert_eq!(poll(&mut alive, &mut NoInterrupt), Ok(Status::Done), "rank 2 may still send");
+    drop(meshes);
+    let lost = wait(&mut alive, ticket, Instant::now() + LONG, &mut NoInterrupt);
+    assert!(matches!(lost, Err(ExecError::RankLost { .. })), "{lost:?}");
+    assert_eq!(alive.take_back(ticket).expect("it has ended").bytes().len(), 4);
+}
+
+/// Return rank 0's mesh, which knows that rank 1 has ended, after that has sent a message, and another with tag 2.
+fn after_the_end_of_rank_1() -> Mesh {
+    let mut meshes = meshes(2);
+    let mut gone = meshes.pop().expect("rank 1");
+    let mut alive = meshes.pop().expect("rank 0");
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            group(&mut gone, &mut [Message::Send { peer: Rank(0), tag: 1, bytes: &[1] }]).expect("no error");
+            group(&mut gone, &mut [Message::Send { peer: Rank(0), tag: 2, bytes: &[2] }]).expect("no error");
+        });
+        group(&mut alive, &mut [Message::Receive { peer: Rank(1), tag: 1, bytes: &mut [0] }]).expect("no error");
+    });
+    // As if a schedule had met the end of the connection.
+    alive.links[1].state = super::link::State::Ended;
+    alive
+}
+
+fn receive_from_any_rank_takes_what_a_rank_sent_before_its_end() {
+    let mut mesh = after_the_end_of_rank_1();
+    let ticket = post_any(&mut mesh, 2, 1);
+    assert_eq!(finish_any(&mut mesh, ticket), (Rank(1), vec![2]));
+}
+
+fn deadline_of_a_receive_from_any_rank_names_one_that_may_send() {
+    let mut meshes = meshes(2);
+    let ticket = post_any(&mut meshes[0], 3, 1);
+    let late = wait(&mut meshes[0], ticket, Instant::now() + Duration::from_millis(50), &mut NoInterrupt);
+    assert_eq!(late, Err(ExecError::MessageDeadline { rank: Rank(0), peer: Rank(1) }));
+}
+
+fn receive_from_any_rank_ends_when_only_messages_with_other_tags_are_left() {
+    let mut mesh = after_the_end_of_rank_1();
+    let ticket = post_any(&mut mesh, 3, 1);
+    let lost = wait(&mut mesh, ticket, Instant::now() + LONG, &mut NoInterrupt);
+    assert_eq!(lost, Err(ExecError::RankLost { rank: Rank(1) }));
 }
 
 fn receive_before_a_schedule_gets_message_posted_before_it() {

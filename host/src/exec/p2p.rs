@@ -10,7 +10,8 @@
 //! header of zeros with magic `SMCS` says that what follows comes through shared memory.
 //!
 //! Invariant: the n-th message sent from a to b is the n-th received at b from a. Bytes are read off a channel only
-//! into a posted receive; until then they wait in the socket, and hold back the sender.
+//! into a posted receive; until then they wait in the socket, and hold back the sender. Only a header is read before,
+//! where a receive from any rank is posted: its tag says whether that takes the message.
 
 use super::error::ExecError;
 use super::link::{IoOutcome, Link, State};
@@ -65,6 +66,8 @@ pub(super) struct P2pChannel {
     pub(super) posts: VecDeque<PostedMessage>,
     /// The number of complete messages.
     number: u64,
+    /// The header of a message that no receive has taken.
+    header: Option<Header>,
     /// The address of the payload that is being sent, if it does not follow its header.
     reference: Option<u64>,
 }
@@ -105,11 +108,21 @@ impl Header {
 }
 
 impl P2pChannel {
-    /// Return the stream to poll for an open message, and the poll interest.
-    pub(super) fn interest(&self, direction: Direction) -> Option<(&TcpStream, PollFlags)> {
+    /// Return whether a message goes on as soon as the peer does; `from_any`: receives from any rank are posted.
+    fn is_awaiting(&self, from_any: bool) -> bool {
+        !self.posts.is_empty() || from_any && self.header.is_none()
+    }
+
+    /// Return whether a message waits that no receive takes.
+    pub(super) const fn holds_message(&self) -> bool {
+        self.header.is_some()
+    }
+
+    /// Return the stream to poll for an open message, and the poll interest; `from_any` as in [`Self::is_due`].
+    pub(super) fn interest(&self, direction: Direction, from_any: bool) -> Option<(&TcpStream, PollFlags)> {
         let interest = match (&self.link.state, direction) {
             // What is left of it is in shared memory.
-            _ if self.posts.is_empty() || self.link.has_socket_ended() => return None,
+            _ if !self.is_awaiting(from_any) || self.link.has_socket_ended() => return None,
             (State::Connecting(_), _) => PollFlags::OUT,
             (State::Ready(_), Direction::Send) if !self.link.tx.is_shared => PollFlags::OUT,
             _ => PollFlags::IN,
@@ -117,9 +130,10 @@ impl P2pChannel {
         self.link.stream().map(|stream| (stream, interest))
     }
 
-    /// Return whether an open message can go on in shared memory.
-    pub(super) fn is_due(&mut self) -> bool {
-        !self.posts.is_empty() && (self.link.is_shared_readable() || self.link.is_shared_writable())
+    /// Return whether an open message can go on in shared memory; `from_any`: receives from any rank are posted, and
+    /// this is a channel from a peer.
+    pub(super) fn is_due(&mut self, from_any: bool) -> bool {
+        self.is_awaiting(from_any) && (self.link.is_shared_readable() || self.link.is_shared_writable())
     }
 
     /// Send what the connection accepts. Complete messages go to `done`; returns the number of payload bytes moved, if
@@ -149,70 +163,117 @@ impl P2pChannel {
         Ok(any.then_some(payload))
     }
 
-    /// Receive into the posted receives; returns whether any byte was moved.
+    /// Receive into the posted receives, and those `from_any` rank; returns whether any byte was moved.
     pub(super) fn receive(
         &mut self,
-        from: Rank,
-        to: Rank,
+        (from, to): (Rank, Rank),
+        from_any: &mut VecDeque<PostedMessage>,
         borrowed: &mut [Message<'_>],
         done: &mut impl FnMut(PostedMessage),
     ) -> Result<bool, ExecError> {
         let mut any = false;
-        if matches!(self.link.state, State::Ended) {
+        if matches!(self.link.state, State::Ended) && !self.posts.is_empty() {
             return Err(ExecError::RankLost { rank: from });
         }
         for _ in 0..CALLS_PER_TURN {
-            let (Some(post), State::Ready(_)) = (self.posts.front_mut(), &self.link.state) else { break };
-            let expected = post.bytes(borrowed).len();
-            let moved = if post.moved_bytes < HEADER_BYTES {
-                match self.link.fill_header(HEADER_BYTES) {
-                    IoOutcome::Bytes(_) if self.link.rx.bytes[..HEADER_BYTES] == SWITCH => {
-                        if !self.link.switch_rx() {
-                            return Err(ExecError::protocol(from, "a switch to shared memory that is not shared"));
-                        }
+            let is_ready = matches!(self.link.state, State::Ready(_));
+            if !is_ready || self.posts.is_empty() && from_any.is_empty() {
+                break;
+            }
+            let moved = match self.posts.front_mut().filter(|post| post.moved_bytes >= HEADER_BYTES) {
+                Some(post) => {
+                    let at = post.moved_bytes - HEADER_BYTES;
+                    self.link.read_payload(&mut post.bytes_mut(borrowed)[at..])
+                }
+                None => match self.receive_header(from)? {
+                    IoOutcome::Bytes(_) if self.header.is_none() => {
                         any = true;
                         continue;
                     }
-                    IoOutcome::Bytes(n) => {
-                        let header = Header::parse(&std::array::from_fn(|index| self.link.rx.bytes[index]));
-                        let header =
-                            header.ok_or_else(|| ExecError::protocol(from, "a message without a valid header"))?;
-                        let address = header.address;
-                        let wanted = Header { tag: post.tag, number: self.number, len_bytes: expected as u64, address };
-                        if header != wanted {
-                            return Err(ExecError::Message {
-                                from,
-                                to,
-                                number: self.number,
-                                sent: (header.tag, header.len_bytes),
-                                expected: (wanted.tag, wanted.len_bytes),
-                            });
-                        }
-                        self.link.rx.left_bytes = expected;
-                        self.link.rx.reference = (address != 0 && expected != 0).then_some(address);
-                        IoOutcome::Bytes(n)
+                    IoOutcome::Bytes(_) if self.match_receive((from, to), from_any, borrowed)? => {
+                        IoOutcome::Bytes(HEADER_BYTES)
                     }
+                    // No receive takes this message yet.
+                    IoOutcome::Bytes(_) => break,
                     other => other,
-                }
-            } else {
-                let at = post.moved_bytes - HEADER_BYTES;
-                self.link.read_payload(&mut post.bytes_mut(borrowed)[at..])
+                },
             };
             match moved {
                 IoOutcome::WouldBlock => break,
                 IoOutcome::Ended => {
                     self.link.state = State::Ended;
+                    if self.posts.is_empty() {
+                        break;
+                    }
                     return Err(ExecError::RankLost { rank: from });
                 }
                 IoOutcome::Bytes(n) => {
                     any = true;
-                    if self.advance(n, HEADER_BYTES + expected) {
+                    let len = self.posts.front().map_or(0, |post| post.bytes(borrowed).len());
+                    if self.advance(n, HEADER_BYTES + len) {
                         self.posts.pop_front().into_iter().for_each(&mut *done);
                     }
                 }
             }
         }
         Ok(any)
+    }
+
+    /// Receive the header of the next message, unless that was done. [`Self::header`] has it; it has none if this was
+    /// the switch to shared memory.
+    fn receive_header(&mut self, from: Rank) -> Result<IoOutcome, ExecError> {
+        if self.header.is_some() {
+            return Ok(IoOutcome::Bytes(0));
+        }
+        let received = self.link.fill_header(HEADER_BYTES);
+        if !matches!(received, IoOutcome::Bytes(_)) {
+            return Ok(received);
+        }
+        if self.link.rx.bytes[..HEADER_BYTES] == SWITCH {
+            if !self.link.switch_rx() {
+                return Err(ExecError::protocol(from, "a switch to shared memory that is not shared"));
+            }
+            return Ok(received);
+        }
+        let header = Header::parse(&std::array::from_fn(|index| self.link.rx.bytes[index]));
+        let header = header.ok_or_else(|| ExecError::protocol(from, "a message without a valid header"))?;
+        if header.number != self.number {
+            return Err(ExecError::protocol(from, "a message out of order"));
+        }
+        self.header = Some(header);
+        Ok(received)
+    }
+
+    /// Find the receive that takes the message of the header: the first one from this peer, or one from any rank with
+    /// its tag, whichever was posted first. It is then the first of this channel. Returns false if there is none.
+    fn match_receive(
+        &mut self,
+        (from, to): (Rank, Rank),
+        from_any: &mut VecDeque<PostedMessage>,
+        borrowed: &[Message<'_>],
+    ) -> Result<bool, ExecError> {
+        let Some(header) = self.header else { return Ok(false) };
+        let first = self.posts.front().map(|post| post.ticket);
+        let is_earlier = |post: &PostedMessage| first.is_none_or(|first| post.ticket < first);
+        let found = from_any.iter().position(|post| post.tag == header.tag && is_earlier(post));
+        if let Some(post) = found.and_then(|index| from_any.remove(index)) {
+            self.posts.push_front(post);
+        }
+        let Some(post) = self.posts.front() else { return Ok(false) };
+        let expected = post.bytes(borrowed).len();
+        if (header.tag, header.len_bytes) != (post.tag, expected as u64) {
+            return Err(ExecError::Message {
+                from,
+                to,
+                number: self.number,
+                sent: (header.tag, header.len_bytes),
+                expected: (post.tag, expected as u64),
+            });
+        }
+        self.header = None;
+        self.link.rx.left_bytes = expected;
+        self.link.rx.reference = (header.address != 0 && expected != 0).then_some(header.address);
+        Ok(true)
     }
 
     /// Record that `n` bytes of the first message have moved; returns whether it is complete.

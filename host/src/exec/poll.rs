@@ -11,8 +11,7 @@ use super::error::ExecError;
 use super::frame::FrameKind;
 use super::handshake::HandshakeOutcome;
 use super::link::State;
-use super::message::{Direction, Messages};
-use super::p2p::P2pChannel;
+use super::message::Direction;
 use super::run::{Failure, Interrupt, Run, Status, is_next, open};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::time::{Duration, Instant};
@@ -52,7 +51,11 @@ impl Run<'_> {
             }
             return Err(ExecError::Deadline { op_index, rank, peer }.into());
         }
+        let open = self.mesh.open_messages();
         self.drive_messages()?;
+        if self.mesh.open_messages() < open && !self.messages_only && interrupt.message_completed().is_break() {
+            return Ok(Status::Paused);
+        }
         let wake_at = interrupt.wake_at();
         if wake_at.is_some_and(|at| at <= now) && interrupt.check()?.is_break() {
             return Ok(Status::Paused);
@@ -152,7 +155,7 @@ impl Run<'_> {
             fds.push(PollFd::new(one_shot, PollFlags::OUT));
             ready.push(PollTarget::Announcement(index));
         }
-        if let Some(fd) = interrupt.poll_fd() {
+        for fd in [interrupt.poll_fd(), interrupt.bell()].into_iter().flatten() {
             fds.push(PollFd::from_borrowed_fd(fd, readable));
             ready.push(PollTarget::Interrupt);
         }
@@ -171,8 +174,7 @@ impl Run<'_> {
     fn arm_bells(&mut self) -> bool {
         self.mesh.shared_ends().for_each(|shared| shared.arm());
         let is_link_due = (0..self.mesh.links.len()).any(|index| self.is_link_due(Rank(index as u32)));
-        let Messages { out, from, .. } = &mut self.mesh.messages;
-        !is_link_due && !out.iter_mut().chain(from).any(P2pChannel::is_due)
+        !is_link_due && !self.mesh.messages.is_due()
     }
 
     /// Add the links whose peers have sent something through shared memory that the step does not receive.
@@ -262,7 +264,7 @@ impl Run<'_> {
     fn awaited(&self) -> Rank {
         let recv = open(self.step.recvs, &self.mesh.recvs).next().map(|recv| recv.peer);
         let send = open(self.step.sends, &self.mesh.sends).next().map(|send| send.peer);
-        recv.or(send).or(self.mesh.messages.awaited()).unwrap_or(self.call.rank)
+        recv.or(send).or(self.mesh.messages.awaited(self.call.rank)).unwrap_or(self.call.rank)
     }
 }
 

@@ -7,6 +7,7 @@
 //! - A frame is used only if operation, signature and order match.
 
 mod frames;
+mod interrupt;
 
 use super::announce::RetryTimer;
 use super::error::{Call, ExecError};
@@ -17,9 +18,8 @@ use super::mesh::Mesh;
 use super::message::Message;
 use super::poll_backoff::{NextPoll, PollBackoff};
 use crate::schedule::{Recv, Schedule, Send, Step};
+pub use interrupt::{Interrupt, NoInterrupt};
 use std::fmt;
-use std::ops::ControlFlow;
-use std::os::fd::BorrowedFd;
 use std::time::Instant;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{OpDesc, Path};
@@ -38,38 +38,6 @@ pub struct Context {
     pub path: Path,
     /// The deadline.
     pub deadline: Instant,
-}
-
-/// A state machine driven by the executor's poll loop, such as a tree endpoint on its socket.
-pub trait Interrupt {
-    /// Return a descriptor to poll for input.
-    fn poll_fd(&self) -> Option<BorrowedFd<'_>>;
-
-    /// Run the state machine: its descriptor is readable, or its time has come. `Break` pauses the operation: its
-    /// caller gets control back, and the operation keeps its place.
-    ///
-    /// # Errors
-    /// An error ends the operation, at this and then at all other ranks.
-    fn check(&mut self) -> Result<ControlFlow<()>, ExecError>;
-
-    /// Return when [`Self::check`] must run even without input.
-    fn wake_at(&self) -> Option<Instant> {
-        None
-    }
-}
-
-/// An [`Interrupt`] that does nothing.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct NoInterrupt;
-
-impl Interrupt for NoInterrupt {
-    fn poll_fd(&self) -> Option<BorrowedFd<'_>> {
-        None
-    }
-
-    fn check(&mut self) -> Result<ControlFlow<()>, ExecError> {
-        Ok(ControlFlow::Continue(()))
-    }
 }
 
 /// Where an operation stands when its caller gets control back.
@@ -135,6 +103,11 @@ impl<'a> Execution<'a> {
     /// End the operation on all ranks, and the mesh, with an error of the caller's.
     pub fn cancel(&mut self, error: ExecError) {
         self.0.fail(&Failure::Local(error));
+    }
+
+    /// Return the mesh, to post messages while the operation is paused.
+    pub const fn mesh(&mut self) -> &mut Mesh {
+        self.0.mesh
     }
 }
 

@@ -161,6 +161,20 @@ pub(super) fn push_broadcast(schedule: &mut Schedule, count: usize, root: Rank) 
     }
 }
 
+/// Append the scatter of the root's `Output`: rank r ends with block r of p in its place there.
+pub(super) fn push_scatter_of_output(schedule: &mut Schedule, count: usize, root: Rank) {
+    let place = schedule.place();
+    let region = |(first, last): (u32, u32)| Buffer::Output.at(Span::of_blocks(count, place.ranks(), first, last));
+    for join in joins(place, root).iter().rev() {
+        if join.holds {
+            schedule.exchange(&[Send { peer: join.peer, from: region(join.theirs) }], &[]);
+        } else {
+            let landing = Landing::copy(region(join.mine));
+            schedule.exchange(&[], &[Recv { peer: join.peer, sent_from: Buffer::Output, landing }]);
+        }
+    }
+}
+
 /// A join of two blocks, one of them held by this rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Join {

@@ -40,6 +40,34 @@
 //! | [`tree::reduce`], one node | p-1 | n(p-1) | n(p-1) | n |
 //! | [`tree::all_reduce`], one node | p-1 + l | n(p-1) + n l | n(p-1) | n l |
 //! | [`dissemination::barrier`] | l | 0 | 0 | 0 |
+//! | [`one_shot::all_reduce`] | 1 | n(p-1) | n(p-1) | n(p-1) |
+//! | [`one_shot::reduce`] | 1 | n(p-1) | n(p-1) | n |
+//! | [`one_shot::broadcast`] | 1 | n(p-1) | 0 | n(p-1) |
+//! | [`one_shot::reduce_scatter`] | 1 | n(p-1)/p | n(p-1)/p | n(p-1)/p |
+//! | [`one_shot::all_gather`] | 1 | n(p-1)/p | 0 | n(p-1)/p |
+//! | [`one_shot::barrier`] | 1 | 0 | 0 | 0 |
+//! | [`star::all_reduce`] | 2(p-1) | 2n(p-1) | n(p-1) | n(p-1) |
+//! | [`star::reduce`] | p-1 | n(p-1) | n(p-1) | n |
+//! | [`star::broadcast`] | p-1 | n(p-1) | 0 | n(p-1) |
+//! | [`star::gather`] | p-1 | n(p-1)/p | 0 | n/p |
+//! | [`star::scatter`] | p-1 | n(p-1)/p | 0 | n(p-1)/p |
+//! | [`full_mesh::all_reduce`] | 2, of p-1 messages each | 2n(p-1)/p | n(p-1)/p | 2n(p-1)/p |
+//! | [`full_mesh::reduce_scatter`] | 1 | n(p-1)/p | n(p-1)/p | n(p-1)/p |
+//! | [`full_mesh::all_gather`] | 1 | n(p-1)/p | 0 | n(p-1)/p |
+//! | [`double_tree::all_reduce`], h = floor(log(p-1)), k segments (bounds) | 2h + k + 1 | n (2 + 2h/k) | n | 2n |
+//! | [`double_tree::reduce`] (bounds) | h + k | n (1 + h/k) | n | n |
+//! | [`double_tree::broadcast`] (bounds) | h + k | n (1 + h/k) | 0 | n |
+//! | [`nhr::all_reduce`] | 2 l | 2n(p-1)/p | n(p-1)/p | 2n(p-1)/p |
+//! | [`nhr::reduce_scatter`] | l | n(p-1)/p | n(p-1)/p | n(p-1)/p |
+//! | [`nhr::all_gather`] | l | n(p-1)/p | 0 | n(p-1)/p |
+//! | [`pat::reduce_scatter`], a = 2^j blocks, r segments | r (ceil(p/a) - 1 + j), p = p' | n(p-1)/p | n(p-1)/p | n(p-1)/p |
+//! | [`pat::all_gather`] | ceil(p/a) - 1 + j | n(p-1)/p | 0 | n(p-1)/p |
+//! | [`swing::all_reduce`] | as [`halving_doubling::all_reduce`], with two messages a step | | | |
+//! | [`swing::all_reduce_latency`] | as [`recursive_doubling::all_reduce`], with two messages a step | | | |
+//! | [`bine::all_reduce`] | as [`halving_doubling::all_reduce`] | | | |
+//! | [`bine::reduce_scatter`], [`bine::all_gather`] | as those of [`halving_doubling`] | | | |
+//! | [`bine::reduce`], [`bine::broadcast`] | as those of [`binomial`] | | | |
+//! | [`van_de_geijn::broadcast`], root 0 (bound for others: n (2^l + p - 2)/p) | 2 l | 2n(p-1)/p | 0 | 2n(p-1)/p |
 //!
 //! Invariants, each proved by the checker for p in 1..=64:
 //! - Within a step nothing is received into elements that the step sends, or that it receives elsewhere.
@@ -49,18 +77,30 @@
 //! - Every send matches its receive, even if sends wait for their receivers.
 
 mod algorithm;
+pub mod bine;
 pub mod binomial;
 pub mod bruck;
 mod buffer;
+mod butterfly;
 pub mod check;
+mod circulant;
 pub mod dissemination;
+pub mod double_tree;
 mod fold;
+pub mod full_mesh;
 pub mod halving_doubling;
+pub mod loads;
+pub mod nhr;
+pub mod one_shot;
 pub mod pairwise;
+pub mod pat;
 pub mod recursive_doubling;
 pub mod ring;
+pub mod star;
 mod steps;
+pub mod swing;
 pub mod tree;
+pub mod van_de_geijn;
 
 pub use algorithm::{ALGORITHMS, Algorithm, Cost, Pattern, Problem};
 pub use buffer::{Buffer, Landing, Layout, Local, Operand, Recv, Region, Send, Side};

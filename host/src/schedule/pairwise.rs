@@ -4,6 +4,7 @@
 //! |---|---|
 //! | all-to-all | (p-1) alpha + (p-1)/p n beta |
 //! | all-to-all in place | p alpha + (p-1)/p n beta |
+//! | all-gather of blocks of any length | (p-1) alpha + (p-1) b beta, b the longest block |
 //! | reduce-scatter | (p-1) alpha + (p-1)/p n (beta + gamma) |
 //! | all-reduce | (p-1 + ceil(log2 p)) alpha + (p-1)/p n (2 beta + gamma) |
 //!
@@ -14,12 +15,12 @@
 //! ring cannot; it needs staging room for p blocks.
 
 use super::bruck::push_all_gather;
-use super::tree::Tree;
-use super::{Buffer, Landing, Layout, Local, Place, Recv, Region, Schedule, Send, Side, Span, Step};
+use super::tree::{Tree, push_evaluation};
+use super::{Buffer, Landing, Layout, Local, Place, Recv, Region, Schedule, Send, Span, Step};
 use sumac_hal::ids::Rank;
 use thiserror::Error;
 
-/// Why an all-to-all with these counts is impossible.
+/// Why a collective with these counts is impossible.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum CountsError {
@@ -30,6 +31,14 @@ pub enum CountsError {
         sends: usize,
         /// The number of receive counts.
         recvs: usize,
+        /// The number of ranks.
+        ranks: u32,
+    },
+    /// The number of counts differs from the number of ranks.
+    #[error("{counts} counts for {ranks} ranks; pass one for each rank")]
+    Blocks {
+        /// The number of counts.
+        counts: usize,
         /// The number of ranks.
         ranks: u32,
     },
@@ -83,6 +92,48 @@ pub fn all_to_all_v(place: Place, send_counts: &[usize], recv_counts: &[usize]) 
     Ok(exchange(place, &Blocks { given: packed(send_counts)?, taken: packed(recv_counts)? }))
 }
 
+/// Schedule an all-gather of blocks of any length: rank r contributes `counts[r]` elements, and every rank gets all
+/// blocks in rank order.
+///
+/// # Errors
+/// [`CountsError`] if the counts contradict the communicator or are too large.
+pub fn all_gather_v(place: Place, counts: &[usize]) -> Result<Schedule, CountsError> {
+    let taken = blocks_of(place, counts)?;
+    let own = Span::first(taken[place.rank().0 as usize].len);
+    Ok(exchange(place, &Blocks { given: vec![own; counts.len()], taken }))
+}
+
+/// Schedule a reduce-scatter with blocks of any length that evaluates the tree's expression: rank r gets the
+/// reduction of `counts[r]` elements, behind those of the ranks before it.
+///
+/// `tree` must be over `place.ranks()` ranks.
+///
+/// # Errors
+/// [`CountsError`] if the counts contradict the communicator or are too large.
+pub fn reduce_scatter_v(place: Place, counts: &[usize], tree: &Tree) -> Result<Schedule, CountsError> {
+    let blocks = blocks_of(place, counts)?;
+    let own = blocks[place.rank().0 as usize];
+    let too_long = CountsError::Overflow { rank: place.rank() };
+    let layout = Layout {
+        input: blocks.last().map_or(0, |span| span.end()),
+        output: own.len,
+        work: own.len.checked_mul(counts.len()).ok_or(too_long)?,
+        work_in_output: false,
+        in_place_at: None,
+    };
+    let mut schedule = Schedule::reducing(place, layout);
+    push_reduce_scatter(&mut schedule, |rank| blocks[rank.0 as usize], tree, Buffer::Output.at(Span::first(own.len)));
+    Ok(schedule)
+}
+
+/// Return the spans of the ranks' blocks, one behind the other.
+fn blocks_of(place: Place, counts: &[usize]) -> Result<Vec<Span>, CountsError> {
+    if counts.len() != place.ranks() as usize {
+        return Err(CountsError::Blocks { counts: counts.len(), ranks: place.ranks() });
+    }
+    packed(counts).ok_or(CountsError::Overflow { rank: place.rank() })
+}
+
 /// Schedule an all-to-all in place: block s of p, each of `each` elements, goes to rank s, and rank s's block replaces
 /// it.
 ///
@@ -122,27 +173,38 @@ pub fn reduce_scatter(place: Place, count: usize, tree: &Tree) -> Schedule {
         in_place_at: Some(own.start),
     };
     let mut schedule = Schedule::reducing(place, layout);
-    push_reduce_scatter(&mut schedule, count, tree, Buffer::Output.at(Span::first(own.len)));
+    push_reduce_scatter(&mut schedule, even(place, count), tree, Buffer::Output.at(Span::first(own.len)));
     schedule
+}
+
+/// Return the block of each rank of `count` elements, as long as the others or an element longer.
+fn even(place: Place, count: usize) -> impl Fn(Rank) -> Span {
+    move |rank| Span::of_block(count, place.ranks(), rank.0)
 }
 
 /// Schedule an all-reduce of `count` elements that evaluates the tree's expression.
 ///
 /// `tree` must be over `place.ranks()` ranks.
 pub fn all_reduce(place: Place, count: usize, tree: &Tree) -> Schedule {
-    let own = Span::of_block(count, place.ranks(), place.rank().0);
-    let work = own.len * place.ranks() as usize;
-    let layout = Layout { input: count, output: count, work, work_in_output: false, in_place_at: Some(0) };
-    let mut schedule = Schedule::reducing(place, layout);
-    push_reduce_scatter(&mut schedule, count, tree, Buffer::Output.at(own));
+    let mut schedule = reduce_scatter_of_all_reduce(place, count, tree);
     push_all_gather(&mut schedule, count);
     schedule
 }
 
+/// Schedule the first half of an all-reduce: rank r has block r of p in its place in `Output`.
+pub(super) fn reduce_scatter_of_all_reduce(place: Place, count: usize, tree: &Tree) -> Schedule {
+    let own = Span::of_block(count, place.ranks(), place.rank().0);
+    let work = own.len * place.ranks() as usize;
+    let layout = Layout { input: count, output: count, work, work_in_output: false, in_place_at: Some(0) };
+    let mut schedule = Schedule::reducing(place, layout);
+    push_reduce_scatter(&mut schedule, even(place, count), tree, Buffer::Output.at(own));
+    schedule
+}
+
 /// Collect the contributions to the own block in `Work`, in rank order, and store their value in `result`.
-fn push_reduce_scatter(schedule: &mut Schedule, count: usize, tree: &Tree, result: Region) {
+fn push_reduce_scatter(schedule: &mut Schedule, block: impl Fn(Rank) -> Span, tree: &Tree, result: Region) {
     let place = schedule.place();
-    let block = |rank: Rank| Buffer::Input.at(Span::of_block(count, place.ranks(), rank.0));
+    let block = |rank: Rank| Buffer::Input.at(block(rank));
     let own = block(place.rank());
     let staged = |rank: Rank| Buffer::Work.at(Span { start: rank.0 as usize * own.span.len, len: own.span.len });
     for distance in 1..place.ranks() {
@@ -152,15 +214,7 @@ fn push_reduce_scatter(schedule: &mut Schedule, count: usize, tree: &Tree, resul
         schedule.exchange(&[send], &[recv]);
     }
     let mut locals = vec![Local::copy(own, staged(place.rank()))];
-    let value = tree.evaluate(staged, |left, right| {
-        locals.push(Local { from: right, landing: Landing::combine(left, Side::Right, left) });
-        left
-    });
-    match locals.last_mut() {
-        // The last combination is stored in the result's place.
-        Some(last) if last.landing.with.is_some() => last.landing.to = result,
-        _ => locals.push(Local::copy(value, result)),
-    }
+    push_evaluation(&mut locals, tree, staged, result);
     schedule.move_locally(&locals);
 }
 

@@ -193,6 +193,11 @@ impl Schedule {
         self.ends.len()
     }
 
+    /// Return the number of messages that this rank sends and receives.
+    pub const fn messages(&self) -> usize {
+        self.sends.len() + self.recvs.len()
+    }
+
     /// Return whether it has no steps.
     pub const fn is_empty(&self) -> bool {
         self.ends.is_empty()

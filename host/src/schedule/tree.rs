@@ -196,6 +196,19 @@ fn pair_up<T>(mut operands: Vec<T>, combine: &mut impl FnMut(T, T) -> T) -> Opti
     operands.pop()
 }
 
+/// Append the evaluation of the tree's expression over contributions that are `staged` in `Work`, which it overwrites.
+pub(super) fn push_evaluation(locals: &mut Vec<Local>, tree: &Tree, staged: impl Fn(Rank) -> Region, result: Region) {
+    let value = tree.evaluate(staged, |left, right| {
+        locals.push(Local { from: right, landing: Landing::combine(left, Side::Right, left) });
+        left
+    });
+    match locals.last_mut() {
+        // The last combination is stored in the result's place.
+        Some(last) if last.landing.with.is_some() => last.landing.to = result,
+        _ => locals.push(Local::copy(value, result)),
+    }
+}
+
 /// Schedule a reduction of `count` elements along the tree to `root`, which alone has an output.
 ///
 /// `tree` must be over `place.ranks()` ranks, of which `root` is one.

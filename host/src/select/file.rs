@@ -244,7 +244,7 @@ mod tests {
             ("alpha_tree_s = 2e-5", "alpha_tree_s = nan", "alpha_tree_s = NaN"),
             ("alpha_tree_s = 2e-5", "alfa = 1.0", "alfa"),
             ("error = 0.1250", "error = inf", "error = inf"),
-            ("path = \"tree\"", "path = \"star\"", "curve 1: path \"star\""),
+            ("path = \"tree\"", "path = \"spiral\"", "curve 1: path \"spiral\""),
             ("transport = \"shm\"", "transport = \"mixed\"", "transport \"mixed\""),
             ("levels = 2", "levels = 0", "`levels` from 1"),
             ("path = \"ring\"", "path = \"ring\"\nlevels = 1", "curve 2: only curves of the tree"),

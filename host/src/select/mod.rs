@@ -11,7 +11,7 @@
 //! |---|---|---|
 //! | tree | 2 L alpha_tree + (i + o) (k packet_node + n' beta_node) + r n (beta_tree + (h - 1) beta_tree_shared) + g n gamma | each of L levels up and down; a rank moves r n bytes; the node with most children, c, receives i n, combines g n and sends o n, and is the bottleneck of a pipeline of chunks |
 //! | tree, all ranks zero-copy | 2 alpha_zero_copy + (i + o) (k chunk_zero_copy + n beta_zero_copy) or, if L > 1, what a tree of L - 1 levels above takes for its bytes, whichever is longer, + 2 (L - 1) alpha_tree | the leaf's engine reads i n, combines it on the way and writes o n; ranks move nothing; above the leaves there are only packets, while other chunks pass the leaf |
-//! | host collectives | S alpha_step + (h M / N - S) alpha_shared + B beta_step + (h T / N - B) beta_shared + R gamma | S, B and R are the steps, path and reduced bytes of the table in [`crate::schedule`], M and T the messages and bytes of all ranks ([`Cost`](crate::schedule::Cost)); what the ranks of a host send beyond the path takes its processors, too |
+//! | host collectives | S alpha_step + max(h M / N - S, E) alpha_shared + B beta_step + (h T / N - B) beta_shared + R gamma | S, B and R are the steps, path and reduced bytes of the table in [`crate::schedule`], M and T the messages and bytes of all ranks, and E the messages of the busiest rank beyond one a step ([`Cost`](crate::schedule::Cost)); what the ranks of a host send beyond the path takes its processors, too |
 //!
 //! where k = max(1, ceil(n / m)) chunks; n' = n + (L - 1) min(n, m), as the first chunk fills the pipeline; and (r, i,
 //! o, g) is (2, c, c, c) for all-reduce, (2, c, 1, c) for reduce, (1, 1, c, 0) for broadcast, (1 + 1/N, c, 1, c) for
@@ -23,9 +23,13 @@
 //!
 //! Measurements correct these costs where a [`Curve`] fits the job.
 //!
+//! The cheapest path is selected. One that was never measured, neither for the built-in constants nor by a curve, has
+//! to be cheaper by a quarter.
+//!
 //! If an order is declared and the operation's bits depend on it, a schedule is possible only if it evaluates exactly
 //! the declared expression, as determined by the schedule checker ([`Declared`]).
 
+mod algo;
 mod attachment;
 mod curve;
 mod declared;
@@ -38,6 +42,7 @@ mod table;
 #[cfg(test)]
 mod tests;
 
+pub use algo::{Algo, UnknownAlgo};
 pub(crate) use attachment::prefers_packets;
 pub use curve::{Curve, CurveKind, Point, RankPlacement};
 pub use declared::Declared;
@@ -53,99 +58,9 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
-use std::str::FromStr;
 use sumac_hal::ctrl::Order;
 use sumac_hal::op::{Collective, OpDesc, Path, ReduceOp};
 use thiserror::Error;
-
-/// The algorithm that the caller requests. All but `Auto` fail if the path is not possible.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
-#[non_exhaustive]
-pub enum Algo {
-    /// The path that the controller's overrides name, or the cheapest possible one.
-    #[default]
-    Auto,
-    /// The aggregation tree.
-    Tree,
-    /// Ring.
-    Ring,
-    /// Halving-doubling.
-    HalvingDoubling,
-    /// Recursive doubling.
-    RecursiveDoubling,
-    /// Binomial trees.
-    Binomial,
-    /// Bruck's algorithm.
-    Bruck,
-    /// Pairwise exchange.
-    Pairwise,
-    /// The tree's expression, evaluated between hosts.
-    HostTree,
-    /// Dissemination.
-    Dissemination,
-    /// NCCL, for GPU memory only.
-    Nccl,
-}
-
-impl Algo {
-    /// All algorithms.
-    pub const ALL: [Self; 11] = [
-        Self::Auto,
-        Self::Tree,
-        Self::Ring,
-        Self::HalvingDoubling,
-        Self::RecursiveDoubling,
-        Self::Binomial,
-        Self::Bruck,
-        Self::Pairwise,
-        Self::HostTree,
-        Self::Dissemination,
-        Self::Nccl,
-    ];
-
-    /// The name on the command line.
-    pub const fn name(self) -> &'static str {
-        match self.forced() {
-            None => "auto",
-            Some(path) => path.name(),
-        }
-    }
-
-    const fn forced(self) -> Option<Path> {
-        Some(match self {
-            Self::Auto => return None,
-            Self::Tree => Path::Tree,
-            Self::Ring => Path::Ring,
-            Self::HalvingDoubling => Path::HalvingDoubling,
-            Self::RecursiveDoubling => Path::RecursiveDoubling,
-            Self::Binomial => Path::Binomial,
-            Self::Bruck => Path::Bruck,
-            Self::Pairwise => Path::Pairwise,
-            Self::HostTree => Path::HostTree,
-            Self::Dissemination => Path::Dissemination,
-            Self::Nccl => Path::Nccl,
-        })
-    }
-}
-
-impl fmt::Display for Algo {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-/// An unknown algorithm name.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[error("{0:?} is not an algorithm; choose one of {known}", known = Algo::ALL.map(Algo::name).join(", "))]
-pub struct UnknownAlgo(String);
-
-impl FromStr for Algo {
-    type Err = UnknownAlgo;
-
-    fn from_str(text: &str) -> Result<Self, UnknownAlgo> {
-        Self::ALL.into_iter().find(|algo| algo.name() == text).ok_or_else(|| UnknownAlgo(text.to_owned()))
-    }
-}
 
 /// What selection depends on. The same on all ranks.
 #[derive(Debug, Clone, PartialEq)]
@@ -426,12 +341,31 @@ pub(crate) fn explain_with(
     let wanted = |wanted: Path| possible.clone().map(|(path, _)| path).find(|&path| path == wanted);
     let chosen = match forced {
         Some(forced) => wanted(forced),
-        None => overridden
-            .and_then(wanted)
-            .or_else(|| possible.clone().min_by(|(_, a), (_, b)| a.total_cmp(b)).map(|(path, _)| path)),
+        None => overridden.and_then(wanted).or_else(|| cheapest(selection, desc, possible.clone())),
     };
     let (transport, origin) = (selection.tree_transport(), selection.table.origin.clone());
     Explanation { requested, candidates, chosen, overridden, transport, origin }
+}
+
+/// The cheapest path. One that nobody has measured must be cheaper by [`UNMEASURED_MARGIN`].
+fn cheapest(selection: &SelectionContext, desc: &OpDesc, possible: impl Iterator<Item = (Path, f64)>) -> Option<Path> {
+    let facts = selection.facts();
+    let is_measured = |path: Path| {
+        let kind = CurveKind::of(&facts, desc, path);
+        has_fitted_constants(path) || selection.table.curves.iter().any(|curve| Some(curve.kind) == kind)
+    };
+    let weighed =
+        possible.map(|(path, cost_s)| (path, cost_s * if is_measured(path) { 1.0 } else { UNMEASURED_MARGIN }));
+    weighed.min_by(|(_, a), (_, b)| a.total_cmp(b)).map(|(path, _)| path)
+}
+
+/// By which factor a path must be cheaper for which neither built-in constants nor curves were measured.
+const UNMEASURED_MARGIN: f64 = 1.25;
+
+/// Whether the built-in constants were fitted to times of this path, among others.
+const fn has_fitted_constants(path: Path) -> bool {
+    use Path::{Bine, DoubleTree, FullMesh, Nhr, Pat, Star, Swing, SwingLatency, VanDeGeijn};
+    !matches!(path, Star | FullMesh | DoubleTree | Nhr | Pat | Swing | SwingLatency | Bine | VanDeGeijn)
 }
 
 /// The cost of the tree: a pipeline of chunks through its slowest part, at a rank or at a node.

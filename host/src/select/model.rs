@@ -109,9 +109,9 @@ pub(super) fn schedule_form(facts: &JobFacts, desc: &OpDesc, algorithm: &Algorit
     let sent = cost.path_elements * each;
     // What the other ranks of a host send meanwhile: its processors move all of it.
     let share = f64::from(facts.ranks_per_host) / f64::from(facts.ranks.max(1));
-    let messages = (cost.messages * share - cost.steps).max(0.0);
+    let messages = (cost.messages * share - cost.steps).max(cost.extra_messages);
     let moved_by_others = (cost.moved_elements * each * share - sent).max(0.0);
-    let latency = Constants { alpha_step_s: cost.steps, alpha_shared_s: messages, ..Constants::default() };
+    let latency = Constants { alpha_step_s: cost.latencies(), alpha_shared_s: messages, ..Constants::default() };
     let moved = Constants {
         beta_step_s: sent,
         beta_shared_s: moved_by_others,

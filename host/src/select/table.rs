@@ -53,7 +53,8 @@ constants! {
     beta_node_s,
     /// Per step of a schedule.
     alpha_step_s,
-    /// Per message of a schedule that other ranks of a host send meanwhile: they share its processors.
+    /// Per message of a schedule beyond one a step: what a rank sends to several others in a step, and what other ranks
+    /// of its host send meanwhile, which share its processors.
     alpha_shared_s,
     /// Per byte that a rank sends and receives in a schedule.
     beta_step_s,
@@ -124,7 +125,9 @@ impl CostTable {
     /// back). 8 B took 80 us through the tree, 22 to 59 us a step by schedules (binomial 87, recursive doubling 118,
     /// halving-doubling 131, ring 185); 1 MiB 1.9 ms through the tree and 1.3 ms by halving-doubling; 16 MiB 26 ms, 26
     /// ms by ring and 36 ms by halving-doubling. With zero-copy 8 B took 14 us with 4 ranks, and 16 MiB 3.5 ms, of
-    /// which the engine moves eight times as much: 26 ps a byte.
+    /// which the engine moves eight times as much: 26 ps a byte. Steps are those over loopback TCP; in shared memory
+    /// they take a fifth of that or less, and a calibration says so. A message beyond one a step is taken as a fifth of
+    /// a step, and was not measured.
     pub fn emulated() -> Self {
         Self::new(
             Origin::Emulator,
@@ -133,6 +136,7 @@ impl CostTable {
                 beta_tree_s: 0.30e-9,
                 beta_node_s: 0.20e-9,
                 alpha_step_s: 50e-6,
+                alpha_shared_s: 10e-6,
                 beta_step_s: 1.10e-9,
                 gamma_s: 0.02e-9,
                 alpha_zero_copy_s: 7e-6,
@@ -144,7 +148,7 @@ impl CostTable {
 
     /// For a network that nobody has calibrated: links of 100 Gbit/s in both directions at once, devices that combine
     /// at the rate of their links, one in the path of each (a switch's, not a card's), and 12 us for a message
-    /// through two kernels.
+    /// through two kernels, half of which a rank's processor is busy with a message beside another.
     pub fn data_sheets() -> Self {
         Self::new(
             Origin::DataSheets,
@@ -152,6 +156,7 @@ impl CostTable {
                 alpha_tree_s: 12e-6,
                 beta_tree_s: 0.04e-9,
                 alpha_step_s: 12e-6,
+                alpha_shared_s: 6e-6,
                 beta_step_s: 0.08e-9,
                 gamma_s: 0.02e-9,
                 alpha_zero_copy_s: 7e-6,
@@ -161,13 +166,18 @@ impl CostTable {
         )
     }
 
-    /// For ranks on one GPU, none of it measured: 5 us for a kernel that waits for another stream's event, and the
-    /// 3.35 TB/s of memory of NVIDIA's data sheet of the H100 SXM, at which a byte copied is read and written, and one
-    /// combined is read once more. There is no tree. Ranks share the memory: [`crate::gpu::Group`] charges each
-    /// with the bytes of all.
+    /// For ranks on one GPU, none of it measured: 5 us for a kernel that waits for another stream's event, one for each
+    /// message, and the 3.35 TB/s of memory of NVIDIA's data sheet of the H100 SXM, at which a byte copied is read and
+    /// written, and one combined is read once more. There is no tree. Ranks share the memory: [`crate::gpu::Group`]
+    /// charges each with the bytes of all.
     pub fn gpu() -> Self {
-        let constants =
-            Constants { alpha_step_s: 5e-6, beta_step_s: 0.6e-12, gamma_s: 0.3e-12, ..Constants::default() };
+        let constants = Constants {
+            alpha_step_s: 5e-6,
+            alpha_shared_s: 5e-6,
+            beta_step_s: 0.6e-12,
+            gamma_s: 0.3e-12,
+            ..Constants::default()
+        };
         Self::new(Origin::DataSheets, constants)
     }
 

@@ -13,12 +13,27 @@ pub(crate) enum When {
     Reading(u32),
 }
 
+/// The time since its last reset that a card reports.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum UpTime {
+    /// It counts from each reset, and had run for long before the first one.
+    Counts,
+    /// A reset does not change it.
+    Fixed,
+    /// It reports none.
+    None,
+}
+
 /// A card's behaviour.
 #[derive(Debug, Clone)]
 pub(crate) struct Script {
     /// The length of the stream that makes the card boot, in bytes.
     pub(crate) len_bytes: u64,
     pub(crate) generation: u32,
+    /// The driver's name of the card, with its slot.
+    pub(crate) dev_name: String,
+    /// Its time since its last reset, if it reports that.
+    pub(crate) up_time: UpTime,
     pub(crate) bf_mode: &'static str,
     pub(crate) is_secure: bool,
     pub(crate) is_dropping: bool,
@@ -48,6 +63,8 @@ impl Script {
         Self {
             len_bytes: len_bytes as u64,
             generation: 3,
+            dev_name: "pcie-0000:04:00.2".into(),
+            up_time: UpTime::Counts,
             bf_mode: "DPU mode",
             is_secure: false,
             is_dropping: false,

@@ -1,10 +1,13 @@
 //! The state of a card and the driver's operations on it.
 
-use super::script::{Script, When};
+use super::script::{Script, UpTime, When};
 use fuser::Errno;
+use std::time::Instant;
 
 /// The capacity of the boot log's buffer in words: its index has 7 bits.
 const LOG_WORDS: usize = 127;
+/// How long a card has run when it is inserted, in seconds.
+const UP_TIME_S: u64 = 100_000;
 
 /// The recorded history of a card.
 #[derive(Debug, Clone, Default)]
@@ -29,6 +32,8 @@ pub(crate) struct Seen {
 #[derive(Debug)]
 pub(super) struct State {
     pub(super) script: Script,
+    /// The lines of the boot log that are not yet due.
+    pub(super) pending: Vec<(When, String)>,
     pub(super) seen: Seen,
     /// The number of reads of `misc` since a stream was complete.
     pub(super) readings_after: u32,
@@ -39,6 +44,8 @@ pub(super) struct State {
     pub(super) read: Vec<u64>,
     pub(super) next_handle: u64,
     pub(super) is_error_told: bool,
+    /// When `boot` was last opened.
+    pub(super) reset: Option<Instant>,
     /// Hanging calls are released.
     pub(super) is_over: bool,
 }
@@ -59,11 +66,11 @@ impl State {
     /// Append the log lines that are due.
     pub(super) fn append_due_lines(&mut self, now: When) {
         let before = now == When::Before;
-        for (when, line) in std::mem::take(&mut self.script.log) {
+        for (when, line) in std::mem::take(&mut self.pending) {
             match when {
                 When::Before => self.append(&line),
                 when if !before && self.is_due(when) => self.append(&line),
-                when => self.script.log.push((when, line)),
+                when => self.pending.push((when, line)),
             }
         }
     }
@@ -110,8 +117,11 @@ impl State {
         }
         self.seen.is_open = true;
         self.seen.boot_mode = 0;
+        self.reset = Some(Instant::now());
         self.seen.received.clear();
         self.readings_after = 0;
+        // Each boot logs the same.
+        self.pending = self.script.log.iter().filter(|(when, _)| *when != When::Before).cloned().collect();
         Ok(())
     }
 
@@ -145,7 +155,7 @@ impl State {
             self.readings_after += 1;
         }
         self.seen.readings += 1;
-        let Script { generation, bf_mode, is_secure, is_dropping, .. } = self.script;
+        let Script { generation, bf_mode, is_secure, is_dropping, ref dev_name, up_time, .. } = self.script;
         let mut text = format!("{:<16}{} (0:basic, 1:advanced, 2:log)\n", "DISPLAY_LEVEL", self.seen.display_level);
         let mut line = |key: &str, value: String| text.push_str(&format!("{key:<16}{value}\n"));
         if generation == 3 {
@@ -156,11 +166,16 @@ impl State {
         line("USB_TIMEOUT", "40 (seconds)".into());
         line("DROP_MODE", format!("{} (0:normal, 1:drop)", u32::from(is_dropping)));
         line("SW_RESET", "0 (1: reset)".into());
-        line("DEV_NAME", "pcie-0000:04:00.2".into());
+        line("DEV_NAME", dev_name.clone());
         line("DEV_INFO", format!("BlueField-{generation}(Rev 1)"));
         line("OPN_STR", "900-9D3B6-00CV-AA0".into());
         if generation == 3 {
-            line("UP_TIME", "123(s)".into());
+            let since = self.reset.map_or(UP_TIME_S, |reset| reset.elapsed().as_secs());
+            match up_time {
+                UpTime::Counts => line("UP_TIME", format!("{since}(s)")),
+                UpTime::Fixed => line("UP_TIME", format!("{UP_TIME_S}(s)")),
+                UpTime::None => {}
+            }
             line("SECURE_NIC_MODE", format!("{} (0:no, 1:yes)", u32::from(is_secure)));
         }
         line("FORCE_CMD", "0 (1: send Force command)".into());

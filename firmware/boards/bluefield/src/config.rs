@@ -14,6 +14,7 @@
 //! | `cores` | the processor of each shard, for example `2,3` | any |
 //! | `poll` | `busy`: poll without sleeping; `sleep` | `sleep` |
 //! | `verbs` | `auto`: RDMA if a port has the address of the data ports, else UDP; `off`; or an RDMA port | `auto` |
+//! | `rdma` | the RDMA port over which ranks of other hosts are served zero-copy, with one shard | none |
 //! | `log` | log filter of the runtime, for example `debug` | `info` |
 //!
 //! In a store these are lines of `key=value`, and `#` starts a comment. On the kernel's command line each is a word
@@ -159,7 +160,7 @@ impl FromStr for Verbs {
 }
 
 /// The keys, in output order.
-const KEYS: [&str; 13] = [
+const KEYS: [&str; 14] = [
     "name",
     "controller",
     "interface",
@@ -172,6 +173,7 @@ const KEYS: [&str; 13] = [
     "cores",
     "poll",
     "verbs",
+    "rdma",
     "log",
 ];
 
@@ -324,6 +326,7 @@ impl Settings {
             cores,
             poll: self.get("poll").unwrap_or_default(),
             verbs: self.get("verbs").unwrap_or_default(),
+            rdma: self.get("rdma"),
             log: self.get("log").unwrap_or_else(|| "info".to_owned()),
             key: self.key.clone(),
         })
@@ -357,7 +360,8 @@ fn check(key: &str, value: &str) -> Result<(), &'static str> {
         }
         "cores" => holds(value.split(',').all(|core| core.parse::<usize>().is_ok()), "processors, such as 2,3"),
         "poll" => is::<Polling>(value, "busy or sleep"),
-        "verbs" => is::<Verbs>(value, "auto, off, or an RDMA port such as mlx5_0:1"),
+        "verbs" => is::<Verbs>(value, "auto, off, or an RDMA port such as mlx5_2:1"),
+        "rdma" => holds(!value.is_empty(), "an RDMA port such as mlx5_2:1, or auto"),
         _ => Ok(()),
     }
 }
@@ -390,6 +394,8 @@ pub struct Config {
     pub poll: Polling,
     /// The transport of the data ports.
     pub verbs: Verbs,
+    /// The RDMA port over which ranks of other hosts are served zero-copy.
+    pub rdma: Option<String>,
     /// The log filter of the runtime.
     pub log: String,
     /// The device's key, if the controller uses keys.

@@ -91,6 +91,11 @@ impl Log {
         }
     }
 
+    /// Write a line to the boot log only, as one that was written before.
+    pub fn tell_host(&self, level: Level, text: &str) {
+        self.write_boot_log(shortened(&format!("{} {text}", level.word()), LINE_MAX_BYTES));
+    }
+
     /// Write a line to the boot log, with as many tries as it takes while the host reads it.
     fn write_boot_log(&self, line: &str) {
         for path in &self.rsh_logs {

@@ -9,7 +9,7 @@ use rustix::process::{Signal, set_parent_process_death_signal};
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
-use sumac_firmware::emulated::{Board, BoardConfig, BoardError};
+use sumac_firmware::emulated::{Board, BoardConfig, BoardError, ZeroCopyConfig};
 use sumac_hal::udp::UdpConfig;
 use thiserror::Error;
 use tracing_subscriber::EnvFilter;
@@ -51,6 +51,14 @@ pub enum RuntimeError {
     /// RDMA ports have no UDP addresses.
     #[error("verbs={0}: data= and host= apply to UDP only; remove them, or set verbs=off")]
     NoUdp(String),
+    /// Zero-copy needs one shard.
+    #[error("rdma={rdma}: ranks are served zero-copy by one shard, and shards={shards}; remove one of the settings")]
+    RdmaShards {
+        /// The RDMA port.
+        rdma: String,
+        /// The number of shards.
+        shards: u16,
+    },
     /// The board could not be started.
     #[error("{0}")]
     Board(#[from] BoardError),
@@ -81,16 +89,14 @@ fn choose_link(
 #[cfg(feature = "verbs")]
 fn link_at(addr: IpAddr) -> Option<String> {
     match sumac_hal::verbs::link_at(addr) {
-        Ok(Some(link)) => {
+        Ok(link) => {
             tracing::info!(%addr, %link, "data ports are over verbs");
             Some(link.to_string())
         }
-        Ok(None) => {
-            tracing::info!(%addr, "data ports are over UDP: no active RDMA port has their address");
-            None
-        }
+        // On a card with RDMA this is a fault of its configuration, as when the address is that of an uplink, whose
+        // representor has no RoCE. The error names each device's reason.
         Err(error) => {
-            tracing::info!(%addr, %error, "data ports are over UDP");
+            tracing::warn!(%addr, %error, "data ports are over UDP");
             None
         }
     }
@@ -118,6 +124,9 @@ fn board_config(config: &Config, ip: Cidr, verbs: Option<String>) -> Result<Boar
         let ports: Option<Vec<_>> = (0..config.shards).map(port).collect();
         ports.ok_or(RuntimeError::DataPorts { data: data.into(), shards: config.shards })
     });
+    if let (Some(rdma), shards @ 2..) = (&config.rdma, config.shards) {
+        return Err(RuntimeError::RdmaShards { rdma: rdma.clone(), shards });
+    }
     Ok(BoardConfig {
         controller: udp.to_network_addr(config.controller.into()),
         bind: IpAddr::V4(ip.ip),
@@ -128,8 +137,9 @@ fn board_config(config: &Config, ip: Cidr, verbs: Option<String>) -> Result<Boar
         udp,
         verbs,
         key: config.key.clone(),
-        // Ranks are on the host, whose memory is not this machine's.
-        zero_copy: None,
+        // Ranks are on other hosts, whose memory only RDMA reaches.
+        zero_copy: config.rdma.is_some().then(ZeroCopyConfig::default),
+        rdma: config.rdma.clone(),
         ..BoardConfig::new(config.name.clone(), config.controller.into())
     })
 }
@@ -216,6 +226,16 @@ mod tests {
 
     /// Without RDMA hardware, or without the feature, the default is UDP and a named port is an error.
     #[test]
+    fn rdma_serves_ranks_zero_copy_with_one_shard() {
+        let (settings, ip) = config(&["rdma=mlx5_2:1"]).expect("a configuration");
+        let board = board_config(&settings, ip, None).expect("a board");
+        assert_eq!((board.rdma.as_deref(), board.zero_copy.is_some()), (Some("mlx5_2:1"), true));
+        let (settings, ip) = config(&["rdma=mlx5_2:1", "shards=2"]).expect("a configuration");
+        let error = board_config(&settings, ip, None).expect_err("one shard only").to_string();
+        assert!(error.contains("rdma=mlx5_2:1") && error.contains("shards=2"), "{error}");
+    }
+
+    #[test]
     fn missing_rdma_port_is_an_error_only_if_named() {
         let nowhere = IpAddr::V4(std::net::Ipv4Addr::new(192, 0, 2, 1));
         assert_eq!(link_at(nowhere), None);
@@ -240,7 +260,7 @@ mod tests {
         assert_eq!(emulated.udp.loopback_at, Some("10.0.2.2".parse().expect("an address")));
         assert_eq!(emulated.advertise, Some(vec![addr("127.0.0.1:7300"), addr("127.0.0.1:7301")]));
         assert_eq!((&emulated.cores[..], emulated.shards, emulated.data_port), (&[1][..], 2, Some(7100)));
-        assert!(emulated.zero_copy.is_none());
+        assert!(emulated.zero_copy.is_none() && emulated.rdma.is_none());
         let buffers = [&plain, &emulated].map(|board| board.udp.receive_buffer_bytes);
         assert!(buffers[1] == GATEWAY_BYTES && buffers[0] > 10 * GATEWAY_BYTES, "{buffers:?}");
     }

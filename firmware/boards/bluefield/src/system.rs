@@ -17,6 +17,9 @@ use sumac_firmware::modules::{Modules, REQUIRED_MODULES};
 /// How long the reason of a restart stays on the console, which also slows down restart loops.
 const RESTART_DELAY: Duration = Duration::from_secs(10);
 
+/// How often the host is told of the failure meanwhile: it reads the boot log about once a second.
+const FAILURE_INTERVAL: Duration = Duration::from_secs(1);
+
 /// The kernel decompresses the module (Linux, include/uapi/linux/module.h: MODULE_INIT_COMPRESSED_FILE).
 const COMPRESSED: i32 = 4;
 
@@ -113,11 +116,22 @@ pub(crate) fn wait_readable(file: &impl std::os::fd::AsFd, timeout: Duration) ->
     }
 }
 
+/// Log that the agent has failed, and tell the host again after each pause, because a full boot log drops what is
+/// written: the host would wait for the card until its time limit.
+fn report_failure(log: &Log, why: &str, pauses: impl IntoIterator<Item = Duration>) {
+    let line = format!("{CRITICAL}: {why}");
+    log.write(Level::Error, &line);
+    for pause in pauses {
+        std::thread::sleep(pause);
+        log.tell_host(Level::Error, &line);
+    }
+}
+
 /// Log the reason and restart the machine, which process 1 does instead of ending.
 pub fn restart(log: &Log, why: &str) -> ! {
-    log.write(Level::Error, &format!("{CRITICAL}: {why}"));
-    log.write(Level::Error, &format!("restarting in {} s", RESTART_DELAY.as_secs()));
-    std::thread::sleep(RESTART_DELAY);
+    let delay_s = RESTART_DELAY.as_secs();
+    let pauses = (0..delay_s / FAILURE_INTERVAL.as_secs()).map(|_| FAILURE_INTERVAL);
+    report_failure(log, &format!("{why}; restarting in {delay_s} s"), pauses);
     rustix::fs::sync();
     let error = reboot(RebootCommand::Restart);
     log.write(Level::Error, &format!("cannot restart: {error:?}"));
@@ -130,6 +144,24 @@ pub fn restart(log: &Log, why: &str) -> ! {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The host reads nothing of what a full log drops.
+    #[test]
+    fn failure_is_told_until_the_restart() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("rsh_log");
+        fs::write(&path, "").expect("written");
+        let log = Log::new([path.clone()]);
+        let mut lines = Vec::new();
+        let dropped = (0..3).map(|_| {
+            lines.push(fs::read_to_string(&path).expect("readable"));
+            fs::write(&path, "").expect("written");
+            Duration::ZERO
+        });
+        report_failure(&log, "no name", dropped);
+        lines.push(fs::read_to_string(&path).expect("readable"));
+        assert_eq!(lines, vec![format!("ERR {CRITICAL}: no name"); 4]);
+    }
 
     #[test]
     fn wait_for_file_returns_on_creation_or_timeout() {

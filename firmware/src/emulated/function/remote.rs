@@ -13,7 +13,7 @@ use std::net::TcpStream;
 use sumac_device::function::Mappings;
 use sumac_hal::dma::RegionKey;
 use sumac_hal::mmio::{COMPLETION_WORDS, EntryStatus, SUBMISSION_WORDS};
-use sumac_hal::remote::{Carrier, CarrierEvent, LinkError, Memory};
+use sumac_hal::remote::{Carrier, CarrierError, CarrierEvent, LinkError, Memory};
 use sumac_hal::shm::FunctionQueue;
 
 /// The connection and link of a rank on another host.
@@ -37,12 +37,7 @@ impl RemoteRank {
 
     /// Check whether the rank has closed the connection.
     pub(super) fn poll_connection(&mut self) -> Result<(), DetachReason> {
-        match self.stream.read(&mut [0]) {
-            Ok(0) => Err(DetachReason::Left),
-            Ok(_) => Err(DetachReason::UnexpectedData),
-            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Ok(()),
-            Err(_) => Err(DetachReason::Left),
-        }
+        check_open(&mut self.stream)
     }
 
     /// Move received entries into the rings, and send the rings' completions; true if there were any.
@@ -59,7 +54,8 @@ impl RemoteRank {
                 }
             })
         });
-        let any = polled.ok_or(DetachReason::Carrier(LinkError::Fenced.into()))?.map_err(DetachReason::Carrier)?;
+        let polled = polled.ok_or(DetachReason::Carrier(LinkError::Fenced.into()))?;
+        let any = polled.map_err(|error| reason(error, &mut self.stream))?;
         if is_over_limit { Err(DetachReason::Memory) } else { Ok(any) }
     }
 
@@ -74,6 +70,25 @@ impl RemoteRank {
     /// Return the mappings of its memory.
     pub(super) fn mappings<'a>(&'a mut self, engine: &'a mut BoardEngine) -> impl Mappings<Error = DetachReason> + 'a {
         RemoteMemory { handed_over: &mut self.handed_over, engine, peer: self.peer }
+    }
+}
+
+/// Check whether the other side has closed the connection of the handshake.
+fn check_open(stream: &mut TcpStream) -> Result<(), DetachReason> {
+    match stream.read(&mut [0]) {
+        Ok(0) => Err(DetachReason::Left),
+        Ok(_) => Err(DetachReason::UnexpectedData),
+        Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Ok(()),
+        Err(_) => Err(DetachReason::Left),
+    }
+}
+
+/// Return why a rank is detached whose link has ended with `error`: if its connection has ended as well, its process
+/// has. A process that is killed looks first as if it had given out wrong keys.
+fn reason(error: CarrierError, stream: &mut TcpStream) -> DetachReason {
+    match error {
+        CarrierError::Link(_) if matches!(check_open(stream), Err(DetachReason::Left)) => DetachReason::Left,
+        error => DetachReason::Carrier(error),
     }
 }
 
@@ -102,5 +117,25 @@ impl Mappings for RemoteMemory<'_> {
 
     fn unmap(&mut self, key: RegionKey) {
         self.engine.unmap(key);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::{Ipv4Addr, TcpListener};
+
+    #[test]
+    fn refused_access_of_a_process_that_has_ended_reads_as_its_end() {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
+        let rank = TcpStream::connect(listener.local_addr().expect("bound")).expect("connected");
+        let (mut stream, _) = listener.accept().expect("accepted");
+        stream.set_nonblocking(true).expect("set");
+        let refused = CarrierError::Link(LinkError::RemoteAccess);
+        assert!(matches!(reason(refused, &mut stream), DetachReason::Carrier(error) if error == refused));
+        drop(rank);
+        stream.set_nonblocking(false).expect("set");
+        assert!(matches!(reason(refused, &mut stream), DetachReason::Left));
+        assert!(matches!(reason(CarrierError::Flood, &mut stream), DetachReason::Carrier(CarrierError::Flood)));
     }
 }

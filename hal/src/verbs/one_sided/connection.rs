@@ -3,9 +3,9 @@
 use super::OneSidedEnd;
 use crate::verbs::config::VerbsError;
 use crate::verbs::datagrams::{Source, address_attr};
+use crate::verbs::ibv;
 use crate::verbs::objects::Context;
 use crate::verbs::pair::QueuePair;
-use ibverbs_sys as ibv;
 
 /// The acknowledgement timeout, 4.096 us * 2^16 = 268 ms, and the number of retries (InfiniBand Architecture
 /// Specification, 9.7.6.1.3). 7 retries would mean unlimited: on every device for a receiver that is not ready, on
@@ -14,15 +14,21 @@ use ibverbs_sys as ibv;
 const TIMEOUT: u8 = 16;
 const RETRIES: u8 = 6;
 
+/// How long the peer waits before it tries again to send to a queue without buffers: 40.96 ms (table 45). With as many
+/// retries as above that is as long as one acknowledgement timeout. Buffers suffice for all that may be outstanding, so
+/// this is for a process that does not run.
+const RECEIVER_NOT_READY: u8 = 24;
+
 /// How often the kernel tries to resolve the other host, about a second each time.
 const FIND_TRIES: u32 = 3;
 
-/// Initialise a new reliable queue pair on this port, with remote read and write access.
-pub(in crate::verbs) fn prepare(pair: &mut QueuePair, port: u8) -> Result<(), VerbsError> {
+/// Initialise a new reliable queue pair on the port of `from`, with remote read and write access.
+pub(in crate::verbs) fn prepare(pair: &mut QueuePair, from: &Source) -> Result<(), VerbsError> {
     let access = ibv::ibv_access_flags::IBV_ACCESS_REMOTE_READ | ibv::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE;
     let attr = ibv::ibv_qp_attr {
         qp_state: ibv::ibv_qp_state::IBV_QPS_INIT,
-        port_num: port,
+        port_num: from.gid.port,
+        pkey_index: from.partition_index,
         qp_access_flags: access.0,
         ..ibv::ibv_qp_attr::default()
     };
@@ -35,7 +41,6 @@ pub(in crate::verbs) fn connect(
     pair: &mut QueuePair,
     from: &Source,
     (here, peer): (&OneSidedEnd, &OneSidedEnd),
-    reads: u8,
 ) -> Result<(), VerbsError> {
     use ibv::ibv_qp_attr_mask as mask;
     let mtu_bytes = peer.mtu_bytes.min(here.mtu_bytes).max(256);
@@ -45,8 +50,8 @@ pub(in crate::verbs) fn connect(
         path_mtu: mtu_bytes.ilog2() - 7,
         dest_qp_num: peer.qpn & PSN_MASK,
         rq_psn: peer.psn & PSN_MASK,
-        max_dest_rd_atomic: reads,
-        min_rnr_timer: 12,
+        max_dest_rd_atomic: here.reads,
+        min_rnr_timer: RECEIVER_NOT_READY,
         ah_attr: address_attr(from, peer.gid, peer.lid),
         ..ibv::ibv_qp_attr::default()
     };
@@ -73,7 +78,7 @@ pub(in crate::verbs) fn connect(
         timeout: TIMEOUT,
         retry_cnt: RETRIES,
         rnr_retry: RETRIES,
-        max_rd_atomic: reads,
+        max_rd_atomic: if peer.reads == 0 { here.reads } else { here.reads.min(peer.reads) },
         ..ibv::ibv_qp_attr::default()
     };
     let further = mask::IBV_QP_SQ_PSN

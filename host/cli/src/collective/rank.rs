@@ -52,7 +52,7 @@ pub(crate) fn run(communicator: &Communicator, work: &FileWork) -> Result<Report
             Some((_, count)) => *count += 1,
             None => paths.push((outcome.path, 1)),
         }
-        fallback = fallback.or(outcome.fallback);
+        fallback = fallback.or(outcome.fallback.map(|why| why.to_string()));
         if let Some((path, file)) = &output {
             write(&bucket, result, file).with_context(|| cannot_write(path)).map_err(Failure::Run)?;
         }

@@ -20,24 +20,39 @@ mod built {
     use super::{Finding, Health, WHAT};
     use rustix::process::{Resource, getrlimit};
     use std::net::Ipv6Addr;
-    use sumac_hal::verbs::{VerbsDevice, devices, max_memcpy_len_bytes};
+    use sumac_hal::udp::UdpConfig;
+    use sumac_hal::verbs::{
+        VerbsDevice, VerbsError, device_locked_bytes, devices, max_memcpy_len_bytes, port_locked_bytes,
+        rank_locked_bytes,
+    };
 
-    /// The memory that the buffers of a device's ports lock: 16 MiB, with as much in reserve.
-    const LOCKED_BYTES: u64 = 32 << 20;
+    /// A device's ranks with zero-copy over RDMA, at most, and its redo slots.
+    const RANKS: usize = 128;
+    const REDO_BYTES: u64 = 32 << 20;
+
+    /// The memory that a rank registers at first for its operations and results.
+    const OPERATIONS_BYTES: u64 = 8 << 20;
 
     pub(in crate::doctor) fn findings() -> Vec<Finding> {
         let missing =
             |found, advice: &str| vec![Finding { health: Health::Missing, what: WHAT, found, advice: advice.into() }];
         match devices() {
             Err(error) => missing(error.to_string(), ""),
-            Ok(ports) if ports.is_empty() => missing(
+            Ok((ports, failed)) if ports.is_empty() && failed.is_empty() => missing(
                 "no RDMA device".into(),
                 "Soft-RoCE turns a network interface into one: modprobe rdma_rxe, rdma link add rxe0 type rxe netdev eth0",
             ),
-            Ok(ports) => {
+            Ok((ports, failed)) => {
                 let mut names: Vec<_> = ports.iter().map(|port| port.device.as_str()).collect();
                 names.dedup();
-                ports.iter().map(of_port).chain([locked()]).chain(names.into_iter().map(copies)).collect()
+                let unusable = |error: VerbsError| Finding {
+                    health: Health::Warn,
+                    what: WHAT,
+                    found: error.to_string(),
+                    advice: String::new(),
+                };
+                let ports = ports.iter().map(of_port).chain(failed.into_iter().map(unusable));
+                ports.chain([locked()]).chain(names.into_iter().map(copies)).collect()
             }
         }
     }
@@ -71,15 +86,42 @@ mod built {
     }
 
     fn locked() -> Finding {
-        let limit = getrlimit(Resource::Memlock).current;
-        let found = limit.map_or_else(|| "no limit".into(), |bytes| format!("{} KiB", bytes >> 10));
+        let packets = port_locked_bytes(UdpConfig::default().receive_buffer_bytes);
+        let rank = packets.max(rank_locked_bytes() + OPERATIONS_BYTES);
+        let device = packets + device_locked_bytes(RANKS, RANKS) + REDO_BYTES;
+        limited(getrlimit(Resource::Memlock).current, rank, device)
+    }
+
+    /// Compare the limit with what a rank and a device need.
+    fn limited(limit: Option<u64>, rank: u64, device: u64) -> Finding {
+        let mib = |bytes: u64| bytes.div_ceil(1 << 20);
+        let needs = format!("a rank needs {} MiB, a device with one shard up to {} MiB", mib(rank), mib(device));
+        let found = limit.map_or_else(|| "no limit".into(), |bytes| format!("{} KiB; {needs}", bytes >> 10));
         let (health, advice) = match limit {
-            Some(bytes) if bytes < LOCKED_BYTES => (
-                Health::Warn,
-                "buffers of RDMA ports may not fit; raise the limit (ulimit -l, LimitMEMLOCK=) or run as root",
-            ),
+            Some(bytes) if bytes < rank => {
+                (Health::Warn, "no RDMA port can be opened; raise the limit (ulimit -l, LimitMEMLOCK=) or run as root")
+            }
+            Some(bytes) if bytes < device => {
+                (Health::Warn, "not enough for a device; raise the limit (ulimit -l, LimitMEMLOCK=) or run as root")
+            }
             _ => (Health::Ok, ""),
         };
         Finding { health, what: "locked memory", found, advice: advice.into() }
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use super::*;
+
+        #[test]
+        fn limit_is_compared_with_what_ranks_and_devices_need() {
+            let health = |limit| limited(limit, 10 << 20, 50 << 20).health;
+            assert_eq!(health(None), Health::Ok);
+            assert_eq!(health(Some(50 << 20)), Health::Ok);
+            let low = limited(Some(20 << 20), 10 << 20, 50 << 20);
+            assert_eq!((low.health, low.advice.contains("for a device")), (Health::Warn, true));
+            assert!(low.found.contains("20480 KiB; a rank needs 10 MiB, a device with one shard up to 50 MiB"));
+            assert!(limited(Some(1 << 20), 10 << 20, 50 << 20).advice.contains("no RDMA port"));
+        }
     }
 }

@@ -1,13 +1,16 @@
-//! Output of `sumac flash` and `sumac card list`: lines and a progress bar on stderr, or one JSON object on stdout.
+//! Output of `sumac flash` for one card, and of `sumac card list`: lines and a progress bar on stderr, or one JSON
+//! object on stdout. [`super::table`] is that for several cards.
 
 use super::identity::Identity;
+use super::one::Ended;
 use super::record::Record;
-use crate::exit::{Failure as Exit, is_quiet};
+use crate::exit::{Failure as Exit, chain, is_quiet};
+use ed25519_dalek::VerifyingKey;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 use std::io::{self, Write};
 use sumac_firmware::bfb::Generation;
-use sumac_firmware::flash::{Failure, Outcome, Progress, Restored, Stage};
+use sumac_firmware::flash::{Progress, Restored, Stage};
 use sumac_firmware::manifest::{Checked, envelope, hex};
 use sumac_firmware::rshim::{CardMode, Misc, Rshim};
 use sumac_hal::ctrl::secure::KeyId;
@@ -66,15 +69,15 @@ impl Card {
     }
 }
 
-/// The JSON form of the outcome of `flash`.
-#[derive(Serialize)]
-struct Report<'a> {
-    outcome: &'static str,
-    exit_status: u8,
+/// The JSON form of how a card ended.
+#[derive(Debug, Serialize)]
+pub(super) struct Report<'a> {
+    pub(super) outcome: &'static str,
+    pub(super) exit_status: u8,
     card: String,
     /// The line of the boot log that meant success.
     seen: Option<&'a str>,
-    message: Option<String>,
+    pub(super) message: Option<String>,
     advice: Option<&'static str>,
     written_bytes: u64,
     restored: Option<bool>,
@@ -82,7 +85,61 @@ struct Report<'a> {
     boot_log: &'a [String],
 }
 
-/// The output of `flash`.
+impl<'a> Report<'a> {
+    /// Report how a card ended; `None`: it was not begun.
+    pub(super) fn new(card: &Rshim, ended: Option<&'a Ended>) -> Self {
+        let (outcome, exit_status, message) = match ended {
+            None => ("not-started", 1, Some("interrupted before its turn".into())),
+            Some(Ended::Refused(error)) => ("refused", 2, Some(chain(error))),
+            Some(Ended::Broken(error)) => ("broken", 1, Some(chain(error))),
+            Some(Ended::DryRun) => ("dry-run", 0, None),
+            Some(Ended::Unchanged) => ("unchanged", 0, None),
+            Some(Ended::Flashed(outcome)) => match &outcome.result {
+                Ok(_) => ("ready", 0, None),
+                Err(failure) => (failure.name(), failure.exit_status(), Some(failure.to_string())),
+            },
+        };
+        let flashed = match ended {
+            Some(Ended::Flashed(outcome)) => Some(outcome),
+            _ => None,
+        };
+        let restored = flashed.map(|outcome| &outcome.restored);
+        Self {
+            outcome,
+            exit_status,
+            card: card.folder().display().to_string(),
+            seen: flashed.and_then(|outcome| outcome.result.as_deref().ok()),
+            message,
+            advice: flashed.and_then(|outcome| Some(outcome.result.as_ref().err()?.advice())),
+            written_bytes: flashed.map_or(0, |outcome| outcome.written_bytes),
+            restored: restored.filter(|restored| **restored != Restored::NotTouched).map(|it| *it == Restored::Yes),
+            not_restored: match restored {
+                Some(Restored::No(why)) => Some(why),
+                _ => None,
+            },
+            boot_log: flashed.map_or(&[], |outcome| &outcome.log_tail),
+        }
+    }
+
+    /// Print what is wrong on stderr, if anything is.
+    pub(super) fn warn(&self, label: &str) {
+        if let Some(why) = self.not_restored {
+            message!(
+                "{label}: the card's settings are NOT restored ({why}); when the driver responds: echo \"BOOT_MODE 1\" > \
+                 {}/misc",
+                self.card
+            );
+        }
+        if let Some(message) = &self.message {
+            message!("error: {label}: {message}");
+        }
+        if let Some(advice) = self.advice {
+            message!("what to do: {advice}");
+        }
+    }
+}
+
+/// The output of `flash` for one card.
 #[derive(Debug)]
 pub(super) struct Display {
     json: bool,
@@ -100,28 +157,13 @@ impl Display {
             Identity::Serial(serial) => note!("serial number {serial}"),
             Identity::Slot { .. } => note!("no serial number can be read: its record ends with this start of the host"),
         }
-        match had {
-            Some(Record { version, epoch, sha256, .. }) => {
-                let version = version.as_deref().unwrap_or("without a manifest");
-                note!(
-                    "last flashed from here: {version}, epoch {epoch}, sha256 {}",
-                    &sha256.get(..16).unwrap_or(sha256)
-                );
-            }
-            None => note!("never flashed from here"),
-        }
+        note!("{}", had.map_or_else(|| "never flashed from here".into(), Record::line));
     }
 
     /// Show the image.
-    pub(super) fn image(&self, checked: &Checked, generation: Generation, key: Option<&ed25519_dalek::VerifyingKey>) {
-        let (version, epoch) = match &checked.manifest {
-            Some(manifest) => (manifest.version.as_str(), manifest.epoch),
-            None => ("without a manifest", 0),
-        };
-        let signed = key
-            .map_or_else(|| "NOT CHECKED for a signature".into(), |key| format!("signed by {}", envelope::key_id(key)));
-        let (len, sha256) = (checked.report.len_bytes, hex(&checked.sha256[..8]));
-        note!("image: {version}, epoch {epoch}, {len} bytes for {generation}, {signed}, sha256 {sha256}");
+    pub(super) fn image(&self, checked: &Checked, generation: Generation, key: Option<&VerifyingKey>) {
+        note!("image for {generation}: {}", describe(checked, key));
+        checked.report.notes.iter().for_each(|note| note!("note: {note}"));
     }
 
     /// Show which key is sent to the card.
@@ -160,77 +202,51 @@ impl Display {
         Bar { bar, json: self.json }
     }
 
-    /// Report a failure before the first change to the card.
-    pub(super) fn failed(&self, card: &Rshim, failure: &Failure) -> Exit {
-        let outcome = Outcome {
-            result: Err(failure.clone()),
-            written_bytes: 0,
-            restored: Restored::NotTouched,
-            log_tail: Vec::new(),
-        };
-        self.ended(card, &outcome).err().unwrap_or(Exit::Reported)
+    /// Report that the card runs the image already.
+    pub(super) fn unchanged(&self, card: &Rshim) -> io::Result<()> {
+        let mut out = io::stdout().lock();
+        if self.json {
+            let card = card.folder().display().to_string();
+            let report = serde_json::json!({ "outcome": "unchanged", "exit_status": 0, "card": card });
+            writeln!(out, "{report}")
+        } else {
+            writeln!(out, "{}: runs this image already; nothing was changed", card.folder().display())
+        }
     }
 
     /// Report the outcome.
-    pub(super) fn ended(&self, card: &Rshim, outcome: &Outcome) -> Result<(), Exit> {
-        let failure = outcome.result.as_ref().err();
-        let exit_status = failure.map_or(0, Failure::exit_status);
+    pub(super) fn ended(&self, card: &Rshim, ended: &Ended) -> Result<(), Exit> {
+        let report = Report::new(card, Some(ended));
         let mut out = io::stdout().lock();
         if self.json {
-            let report = Report {
-                outcome: failure.map_or("ready", Failure::name),
-                exit_status,
-                card: card.folder().display().to_string(),
-                seen: outcome.result.as_deref().ok(),
-                message: failure.map(ToString::to_string),
-                advice: failure.map(Failure::advice),
-                written_bytes: outcome.written_bytes,
-                restored: match outcome.restored {
-                    Restored::NotTouched => None,
-                    ref restored => Some(*restored == Restored::Yes),
-                },
-                not_restored: match &outcome.restored {
-                    Restored::No(why) => Some(why),
-                    _ => None,
-                },
-                boot_log: &outcome.log_tail,
-            };
             serde_json::to_writer(&mut out, &report).map_err(io::Error::from)?;
             writeln!(out)?;
-        } else if let Ok(line) = &outcome.result {
-            writeln!(
-                out,
-                "{}: done, {} bytes; the card reported: {line}",
-                card.folder().display(),
-                outcome.written_bytes
-            )?;
+        } else if let Some(line) = report.seen {
+            let bytes = report.written_bytes;
+            writeln!(out, "{}: done, {bytes} bytes; the card reported: {line}", report.card)?;
         }
         out.flush()?;
-        self.settings(card, &outcome.restored);
-        match failure {
-            None => Ok(()),
-            Some(failure) => {
-                message!("error: {}: {failure}", card.folder().display());
-                message!("what to do: {}", failure.advice());
-                Err(Exit::Status(exit_status))
-            }
+        if report.restored == Some(true) {
+            note!("the card's settings are restored");
+        }
+        report.warn(&report.card);
+        match report.exit_status {
+            0 => Ok(()),
+            status => Err(Exit::Status(status)),
         }
     }
+}
 
-    /// Report whether the card's settings were restored.
-    fn settings(&self, card: &Rshim, restored: &Restored) {
-        let misc = card.folder().join("misc");
-        match restored {
-            Restored::NotTouched => {}
-            Restored::Yes => note!("the card's settings are restored"),
-            Restored::No(why) => {
-                let misc = misc.display();
-                message!(
-                    "the card's settings are NOT restored ({why}); when the driver responds: echo \"BOOT_MODE 1\" > {misc}"
-                );
-            }
-        }
-    }
+/// Return a line that describes an image.
+pub(super) fn describe(checked: &Checked, key: Option<&VerifyingKey>) -> String {
+    let (version, epoch) = match &checked.manifest {
+        Some(manifest) => (manifest.version.as_str(), manifest.epoch),
+        None => ("without a manifest", 0),
+    };
+    let signed =
+        key.map_or_else(|| "NOT CHECKED for a signature".into(), |key| format!("signed by {}", envelope::key_id(key)));
+    let (len, sha256) = (checked.report.len_bytes, hex(&checked.sha256[..8]));
+    format!("{version}, epoch {epoch}, {len} bytes, {signed}, sha256 {sha256}")
 }
 
 /// A progress bar below the boot log.

@@ -80,10 +80,10 @@ pub(crate) struct PerfArgs {
     #[arg(long = "collective", value_name = "NAME", default_value = "all_reduce", value_delimiter = ',',
           value_parser = names::collective_parser())]
     pub(super) collectives: Vec<Collective>,
-    /// Algorithms, comma-separated; `auto` selects by the controller's cost table [default: those of tree, ring and hd
-    /// that the collective has, or auto]
+    /// Algorithms, comma-separated, or `all` that the collective has; `auto` selects by the controller's cost table
+    /// [default: those of tree, ring and hd that the collective has, or auto]
     #[arg(long = "algo", value_name = "NAME", value_delimiter = ',', value_parser = names::algo_parser())]
-    pub(super) algos: Vec<Algo>,
+    pub(super) algos: Vec<Choice<Algo>>,
     /// Root of rooted collectives, or `all` for a row each [default: 0]
     #[arg(short = 'r', long = "root", value_name = "RANK")]
     pub(super) root: Option<Root>,

@@ -110,7 +110,7 @@ impl PerfArgs {
 
     /// Refuse algorithms that none of the collectives has.
     fn check_algos(&self) -> anyhow::Result<()> {
-        for &algo in &self.algos {
+        for algo in self.requested_algos() {
             if !self.collectives.iter().any(|&collective| has(collective, algo)) {
                 let possible: Vec<_> = self.collectives.iter().map(|&of| AlgosOf(of).to_string()).collect();
                 bail!("--algo {algo}: {}", possible.join("; "));
@@ -119,19 +119,30 @@ impl PerfArgs {
         Ok(())
     }
 
+    /// The algorithms that are requested by name.
+    fn requested_algos(&self) -> impl Iterator<Item = Algo> {
+        self.algos.iter().filter_map(|choice| match choice {
+            Choice::One(algo) => Some(*algo),
+            Choice::All => None,
+        })
+    }
+
     /// Return the algorithms to measure of a collective.
     fn algos_of(&self, collective: Collective) -> Vec<Algo> {
+        if self.algos.contains(&Choice::All) {
+            return Algo::ALL.into_iter().filter(|&algo| has(collective, algo)).collect();
+        }
         if collective == Collective::Barrier && !self.algos.is_empty() {
             // Algorithms that a barrier lacks stand for what the communicator selects.
-            let others = self.algos.iter().any(|&algo| !has(collective, algo)).then_some(Algo::Auto);
+            let others = self.requested_algos().any(|algo| !has(collective, algo)).then_some(Algo::Auto);
             let mut algos: Vec<Algo> =
-                self.algos.iter().copied().filter(|&algo| has(collective, algo)).chain(others).collect();
+                self.requested_algos().filter(|&algo| has(collective, algo)).chain(others).collect();
             algos.sort_by_key(|&algo| algo == Algo::Auto);
             algos.dedup();
             return algos;
         }
         if !self.algos.is_empty() {
-            return self.algos.clone();
+            return self.requested_algos().collect();
         }
         let usual: Vec<Algo> = DEFAULT_ALGOS.into_iter().filter(|&algo| has(collective, algo)).collect();
         if usual.is_empty() { vec![Algo::Auto] } else { usual }
@@ -260,6 +271,20 @@ mod tests {
         assert_eq!(algos("broadcast"), "tree");
         assert_eq!(algos("gather"), "auto");
         assert_eq!(algos("barrier"), "tree dissemination");
+    }
+
+    #[test]
+    fn all_algorithms_are_those_that_the_collective_has() {
+        let algos = |of: &str| {
+            let cases = cases(&format!("-e 8 --collective {of} --algo all"));
+            cases.iter().map(|case| case.algo.name()).collect::<Vec<_>>().join(" ")
+        };
+        let first = "auto tree ring hd rd binomial pairwise host-tree one-shot";
+        let others = "star full-mesh dbt nhr swing swing-latency bine";
+        assert_eq!(algos("all_reduce"), format!("{first} {others}"));
+        assert_eq!(algos("broadcast"), "auto tree binomial one-shot star dbt bine van-de-geijn");
+        assert_eq!(algos("all_gather"), "auto tree ring hd bruck one-shot full-mesh nhr pat bine");
+        assert_eq!(algos("gather"), "auto binomial star");
     }
 
     #[test]

@@ -30,7 +30,7 @@ NCCL-TESTS
   is measured out of place, then in place, the root of collectives without one is -1, and the last line is the mean of
   all bus bandwidths in GB/s. time is a median over the iterations, not a mean: of the slowest rank in each. min, avg and
   max over the ranks, for which nccl-tests has -a, are those of each rank's own median. A barrier has the algorithms tree,
-  dissemination and auto, which it also takes for others.
+  dissemination, one-shot and auto, which it also takes for others.
 
 JSON AND CSV
   One object, or one line, per row. --csv prints the same keys as its first line, and an empty cell for null.

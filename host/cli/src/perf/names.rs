@@ -14,7 +14,7 @@ use sumac_hal::op::{Collective, Dtype, ReduceOp};
 use thiserror::Error;
 
 /// Other spellings, each with the name that it stands for.
-const ALIASES: [(&str, &str); 22] = [
+const ALIASES: [(&str, &str); 27] = [
     ("int8", "i8"),
     ("uint8", "u8"),
     ("int32", "i32"),
@@ -33,10 +33,15 @@ const ALIASES: [(&str, &str); 22] = [
     ("all-to-all", "all_to_all"),
     ("alltoall", "all_to_all"),
     ("host_tree", "host-tree"),
+    ("one_shot", "one-shot"),
     ("halving-doubling", "hd"),
     ("halving_doubling", "hd"),
     ("recursive-doubling", "rd"),
     ("recursive_doubling", "rd"),
+    ("double-binary-tree", "dbt"),
+    ("full_mesh", "full-mesh"),
+    ("swing_latency", "swing-latency"),
+    ("van_de_geijn", "van-de-geijn"),
 ];
 
 /// One value, or all that there are.
@@ -55,9 +60,10 @@ pub(crate) fn collective_parser() -> impl TypedValueParser<Value = Collective> {
     parser(served.map(|&collective| (collective.name(), collective)))
 }
 
-/// Parse the name of an algorithm.
-pub(super) fn algo_parser() -> impl TypedValueParser<Value = Algo> {
-    parser_of(Algo::ALL.into_iter().map(|algo| (algo.name(), served_algo(algo))))
+/// Parse the name of an algorithm, or `all`.
+pub(super) fn algo_parser() -> impl TypedValueParser<Value = Choice<Algo>> {
+    let each = Algo::ALL.into_iter().map(|algo| (algo.name(), served_algo(algo).map(Choice::One)));
+    parser_of(each.chain([("all", Ok(Choice::All))]))
 }
 
 /// Parse the name of an element type, or `all`.
@@ -188,7 +194,7 @@ mod tests {
             assert_eq!(parse(&op_parser(), &op.name().replace('_', "-")), Ok(Choice::One(*op)));
         }
         for algo in Algo::ALL.into_iter().filter(|&algo| algo != Algo::Nccl) {
-            assert_eq!(parse(&algo_parser(), &algo.name().replace('-', "_")), Ok(algo));
+            assert_eq!(parse(&algo_parser(), &algo.name().replace('-', "_")), Ok(Choice::One(algo)));
         }
     }
 
@@ -217,6 +223,6 @@ mod tests {
         assert!(has(Collective::AllReduce, Algo::Ring) && !has(Collective::AllReduce, Algo::Bruck));
         assert!(has(Collective::Barrier, Algo::Dissemination) && !has(Collective::Barrier, Algo::Ring));
         assert!(!has(Collective::Gather, Algo::Tree) && has(Collective::Gather, Algo::Auto));
-        assert_eq!(AlgosOf(Collective::Barrier).to_string(), "barrier has auto, tree, dissemination");
+        assert_eq!(AlgosOf(Collective::Barrier).to_string(), "barrier has auto, tree, dissemination, one-shot");
     }
 }

@@ -166,7 +166,7 @@ time   algbw   busbw #wrong      time   algbw   busbw #wrong       min       avg
     fn long_names_widen_their_column_only() {
         let long = Case { op: ReduceOp::PremulSum, algo: Algo::Auto, ..case(Collective::AllReduce) };
         let [usual, wide] = [Table::new(&[case(Collective::AllReduce)]), Table::new(&[long])];
-        let expected = Table { op: "premul_sum".len(), path: "host-tree".len(), ..usual };
+        let expected = Table { op: "premul_sum".len(), path: "swing-latency".len(), ..usual };
         assert_eq!(wide, expected);
         let barrier = Table::new(&[Case { algo: Algo::Auto, ..case(Collective::Barrier) }]);
         assert_eq!(barrier.path, "dissemination".len());

@@ -60,7 +60,7 @@ pub(crate) struct RunArgs {
     #[arg(short, long)]
     label: bool,
     /// The program and its arguments
-    #[arg(required = true, last = true, value_name = "PROGRAM")]
+    #[arg(required = true, trailing_var_arg = true, value_name = "PROGRAM")]
     command: Vec<OsString>,
 }
 

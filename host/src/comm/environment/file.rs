@@ -79,7 +79,7 @@ pub(super) fn read_with(
 }
 
 /// Variables that a key of `[rank]` in a configuration file stands for.
-const RANK_VARIABLES: [&str; 26] = [
+pub(super) const RANK_VARIABLES: [&str; 27] = [
     "SUMAC_ALGO",
     "SUMAC_BIND",
     "SUMAC_CONTROLLER",
@@ -91,6 +91,7 @@ const RANK_VARIABLES: [&str; 26] = [
     "SUMAC_JOIN_TIMEOUT",
     "SUMAC_KEY_FILE",
     "SUMAC_ORDER",
+    "SUMAC_PROGRESS",
     "SUMAC_RECOVER",
     "SUMAC_STRAGGLER",
     "SUMAC_TENANT",

@@ -35,6 +35,7 @@ fn each_variable_sets_its_field() {
         ("SUMAC_TRANSPORT", "verbs"),
         ("SUMAC_VERBS", "mlx5_0:1"),
         ("SUMAC_RECOVER", "0"),
+        ("SUMAC_PROGRESS", "thread"),
         ("SUMAC_TENANT", "team-a"),
         ("SUMAC_WAIT_FOR_TREE", "90"),
         ("SUMAC_STRAGGLER", "partial:1.5"),
@@ -65,6 +66,7 @@ fn each_variable_sets_its_field() {
     (expected.wait_for_tree, expected.straggler) =
         (Duration::from_secs(90), Straggler::Partial(Duration::from_millis(1500)));
     expected.trees = 8;
+    expected.progress = Some(Progress::Thread);
     expected.udp.max_packet_len_bytes = Some(8192);
     expected.udp.peer = Some("10.0.0.1:7000".parse().expect("an address"));
     (expected.udp.receive_buffer_bytes, expected.udp.send_buffer_bytes) = (65_536, 32_768);
@@ -128,8 +130,9 @@ fn invalid_value_error_names_variable_value_and_choices() {
         ("SUMAC_WAIT_FOR_TREE", "soon", "number of seconds"),
         ("SUMAC_DEADLINE", "-1", "number of seconds"),
         ("SUMAC_ORDER", "random", "arrival, fold, pairwise"),
-        ("SUMAC_ALGO", "star", "tree"),
+        ("SUMAC_ALGO", "comet", "tree"),
         ("SUMAC_RECOVER", "maybe", "1, 0"),
+        ("SUMAC_PROGRESS", "gpu", "caller, thread"),
         ("SUMAC_STRAGGLER", "partial", "partial:SECONDS"),
         ("SUMAC_TREES", "many", "number of trees"),
         ("SUMAC_BIND", "eth0.invalid", "IP address"),

@@ -208,7 +208,7 @@ impl Bootstrap for Communicator {
 
     fn all_reduce(&self, desc: &OpDesc, bytes: &mut [u8], deadline: Instant) -> Result<Reduced, PeerError> {
         let Outcome { path, fallback, recovered, .. } = self.run(desc, Buffers::InPlace(bytes), &until(deadline))?;
-        Ok(Reduced { path, fallback, recovered })
+        Ok(Reduced { path, fallback: fallback.map(|why| why.to_string()), recovered })
     }
 
     fn cost_s(&self, desc: &OpDesc) -> Option<f64> {

@@ -44,6 +44,16 @@ pub enum Goal<'a> {
         /// How many elements go from rank a to rank b, at `a * ranks + b`.
         counts: &'a [usize],
     },
+    /// Rank r ends with every rank's block of any length, in rank order.
+    AllGatherV {
+        /// How many elements each rank has.
+        counts: &'a [usize],
+    },
+    /// Rank r ends with every rank's contribution to block r of any length.
+    ReduceScatterV {
+        /// How many elements each rank gets.
+        counts: &'a [usize],
+    },
     /// Every rank ends knowing that every rank has entered.
     Barrier,
 }
@@ -73,7 +83,7 @@ impl Goal<'_> {
     }
 
     const fn reduces(&self) -> bool {
-        matches!(self, Self::AllReduce | Self::Reduce { .. } | Self::ReduceScatter)
+        matches!(self, Self::AllReduce | Self::Reduce { .. } | Self::ReduceScatter | Self::ReduceScatterV { .. })
     }
 
     /// Check that the schedules are those of one communicator's ranks, with buffers as long as the goal wants them.
@@ -81,6 +91,7 @@ impl Goal<'_> {
         let ranks = schedules.len();
         let counts_fit = match self {
             Self::AllToAllV { counts } => counts.len() == ranks * ranks,
+            Self::AllGatherV { counts } | Self::ReduceScatterV { counts } => counts.len() == ranks,
             Self::Reduce { root } | Self::Broadcast { root } | Self::Gather { root } | Self::Scatter { root } => {
                 (root.0 as usize) < ranks
             }
@@ -107,19 +118,33 @@ impl Goal<'_> {
             _ => layout_of(Rank(0)),
         };
         let layout = layout.unwrap_or_default();
-        if matches!(self, Self::AllGather | Self::Gather { .. }) { layout.output } else { layout.input }
+        if matches!(self, Self::AllGather | Self::AllGatherV { .. } | Self::Gather { .. }) {
+            layout.output
+        } else {
+            layout.input
+        }
+    }
+
+    /// Return a rank's block of the whole.
+    fn block(&self, rank: usize, ranks: usize, count: usize) -> Span {
+        match self {
+            Self::AllGatherV { counts } | Self::ReduceScatterV { counts } => {
+                Span { start: counts[..rank].iter().sum(), len: counts[rank] }
+            }
+            _ => Span::of_block(count, ranks as u32, rank as u32),
+        }
     }
 
     /// Return how long a rank's input and output must be.
     fn lens(&self, rank: usize, ranks: usize, count: usize) -> (usize, usize) {
-        let block = Span::of_block(count, ranks as u32, rank as u32).len;
+        let block = self.block(rank, ranks, count).len;
         let at = |root: Rank, len: usize| if rank == root.0 as usize { len } else { 0 };
         match *self {
             Self::AllReduce => (count, count),
             Self::Reduce { root } => (count, at(root, count)),
             Self::Broadcast { root } => (at(root, count), count),
-            Self::ReduceScatter => (count, block),
-            Self::AllGather => (block, count),
+            Self::ReduceScatter | Self::ReduceScatterV { .. } => (count, block),
+            Self::AllGather | Self::AllGatherV { .. } => (block, count),
             Self::Gather { root } => (block, at(root, count)),
             Self::Scatter { root } => (at(root, count), block),
             Self::AllToAll => (count, block * ranks),
@@ -156,15 +181,17 @@ impl Goal<'_> {
     fn postconditions(&self, rank: usize, simulation: &Simulation<'_>) -> Vec<(usize, usize, usize, Postcondition)> {
         let schedules = simulation.schedules();
         let (ranks, count) = (schedules.len(), self.count(schedules));
-        let block = |index: usize| Span::of_block(count, ranks as u32, index as u32);
+        let block = |index: usize| self.block(index, ranks, count);
         let all = 0..ranks;
         let gathered = |from: usize| (block(from).start, block(from).len, 0, Postcondition::Input(Rank(from as u32)));
         match *self {
             Self::AllReduce => vec![(0, count, 0, Postcondition::Sum)],
             Self::Reduce { root } if rank == root.0 as usize => vec![(0, count, 0, Postcondition::Sum)],
             Self::Broadcast { root } => vec![(0, count, 0, Postcondition::Input(root))],
-            Self::ReduceScatter => vec![(0, block(rank).len, block(rank).start, Postcondition::Sum)],
-            Self::AllGather => all.map(gathered).collect(),
+            Self::ReduceScatter | Self::ReduceScatterV { .. } => {
+                vec![(0, block(rank).len, block(rank).start, Postcondition::Sum)]
+            }
+            Self::AllGather | Self::AllGatherV { .. } => all.map(gathered).collect(),
             Self::Gather { root } if rank == root.0 as usize => all.map(gathered).collect(),
             Self::Scatter { root } => vec![(0, block(rank).len, block(rank).start, Postcondition::Input(root))],
             Self::AllToAll => {

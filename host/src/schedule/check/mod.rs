@@ -29,7 +29,7 @@ use super::tree::Tree;
 use super::{Algorithm, Place, Problem, Recv, Region, Schedule, Send, Span, Step};
 use memory::Memory;
 use simulation::Simulation;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use sumac_hal::ids::Rank;
 use thiserror::Error;
 
@@ -44,10 +44,15 @@ pub struct Report {
     pub messages: u64,
     /// The elements that all ranks together send.
     pub moved_elements: u64,
+    /// The largest number of messages of a rank, in one direction, beyond one for each step.
+    pub extra_messages: u64,
+    /// The largest number of pieces that a rank sends beyond one for each message.
+    pub extra_pieces: u64,
     /// The largest number of elements that a rank combines: the gamma term.
     pub reduced_elements_max: u64,
     /// The elements on the longest path through the collective: the beta term. A message starts when both ends have
-    /// reached its step, and a rank sends one at a time and receives one at a time.
+    /// reached its step, and a rank sends as much at a time as one message, and receives as much; messages of a step
+    /// share that in whatever way ends the step first.
     pub path_elements: u64,
     /// The expressions of `blocks`.
     pub expressions: Expressions,
@@ -75,6 +80,8 @@ pub fn check(goal: Goal<'_>, schedules: &[Schedule]) -> Result<Report, CheckErro
         sent_elements_max: schedules.iter().map(|schedule| schedule.sent_bytes(1, 1)).max().unwrap_or(0),
         messages: schedules.iter().flat_map(Schedule::steps).map(receivers).sum(),
         moved_elements: schedules.iter().map(|schedule| schedule.sent_bytes(1, 1)).sum(),
+        extra_messages: schedules.iter().map(|schedule| schedule.steps().map(extra_messages).sum()).max().unwrap_or(0),
+        extra_pieces: schedules.iter().map(|schedule| schedule.steps().map(extra_pieces).sum()).max().unwrap_or(0),
         reduced_elements_max: simulation.reduced_elements_max(),
         path_elements: simulation.finish_time(),
         expressions: simulation.into_expressions(),
@@ -86,6 +93,17 @@ pub fn check(goal: Goal<'_>, schedules: &[Schedule]) -> Result<Report, CheckErro
 fn receivers(step: Step<'_>) -> u64 {
     let to: BTreeSet<Rank> = step.sends.iter().map(|send| send.peer).collect();
     to.len() as u64
+}
+
+/// The peers beyond one of a step, in the direction that has more.
+fn extra_messages(step: Step<'_>) -> u64 {
+    let from: BTreeSet<Rank> = step.recvs.iter().map(|recv| recv.peer).collect();
+    receivers(step).max(from.len() as u64).saturating_sub(1)
+}
+
+/// The pieces that a step sends beyond one to each peer.
+fn extra_pieces(step: Step<'_>) -> u64 {
+    step.sends.len() as u64 - receivers(step)
 }
 
 /// Why an algorithm does not evaluate a tree's expression.
@@ -125,22 +143,25 @@ pub enum Difference {
 /// [`Difference`] shows the first elements that differ, and both expressions.
 pub fn evaluates(algorithm: &Algorithm, tree: &Tree) -> Result<(), Difference> {
     let (name, ranks) = (algorithm.name, tree.ranks());
-    let (count, root) = (ranks as usize, Rank(0));
-    let part = |place| (algorithm.schedule)(&Problem { place, count, root, tree });
-    let schedules: Vec<_> = Place::all(ranks).map(part).collect();
-    let goal = Goal::of(algorithm.pattern, root);
-    let mut report = check(goal, &schedules).map_err(|error| Difference::Wrong { name, error })?;
-    let declared = report.expressions.of_tree(tree);
-    match report.blocks.iter().find(|&&(_, computed)| Some(computed) != declared) {
-        None => Ok(()),
-        Some(&(span, computed)) => Err(Difference::Expression {
-            name,
-            span,
-            count,
-            computed: report.expressions.to_text(computed),
-            declared: tree.evaluate(|rank| rank.0.to_string(), |left, right| format!("({left}+{right})")),
-        }),
+    let count = ranks as usize;
+    // Expressions may depend on the root; those that match for some usually match for all.
+    let roots = if algorithm.pattern.is_rooted() { vec![0, 1, ranks / 2, ranks - 1] } else { vec![0] };
+    for root in roots.into_iter().filter(|&root| root < ranks).map(Rank) {
+        let part = |place| (algorithm.schedule)(&Problem { place, count, root, tree });
+        let schedules: Vec<_> = Place::all(ranks).map(part).collect();
+        let goal = Goal::of(algorithm.pattern, root);
+        let mut report = check(goal, &schedules).map_err(|error| Difference::Wrong { name, error })?;
+        if !algorithm.pattern.collective().reduces() {
+            return Ok(());
+        }
+        let declared = report.expressions.of_tree(tree);
+        if let Some(&(span, computed)) = report.blocks.iter().find(|&&(_, computed)| Some(computed) != declared) {
+            let computed = report.expressions.to_text(computed);
+            let declared = tree.evaluate(|rank| rank.0.to_string(), |left, right| format!("({left}+{right})"));
+            return Err(Difference::Expression { name, span, count, computed, declared });
+        }
     }
+    Ok(())
 }
 
 /// Check each schedule on its own.
@@ -215,42 +236,61 @@ fn disjoint(rank: Rank, index: usize, step: &Step<'_>, memory: &Memory) -> Resul
             return overlap(to, operand.own);
         }
     }
-    for (nth, recv) in step.recvs.iter().enumerate() {
-        let to = recv.landing.to;
-        let others = step.recvs.iter().enumerate().filter(|&(other, _)| other != nth).map(|(_, other)| other.landing);
-        let others = others.flat_map(|landing| [Some(landing.to), landing.with.map(|operand| operand.own)]).flatten();
-        let mut others = step.sends.iter().map(|send| send.from).chain(others);
-        if let Some(other) = others.find(|&other| memory.overlap(to, other)) {
-            return overlap(to, other);
+    // What is written, in the order of addresses; then each is apart from its neighbours, and others are looked up.
+    let mut written: Vec<(usize, Region, usize)> = Vec::with_capacity(step.recvs.len());
+    let targets = step.recvs.iter().map(|recv| recv.landing.to).enumerate();
+    written.extend(targets.filter(|(_, to)| to.span.len > 0).map(|(nth, to)| (memory.address(to), to, nth)));
+    written.sort_unstable_by_key(|&(address, ..)| address);
+    if let Some(pair) = written.windows(2).find(|pair| memory.overlap(pair[0].1, pair[1].1)) {
+        return overlap(pair[1].1, pair[0].1);
+    }
+    // The first target that a region overlaps, but that of receive `own`.
+    let hit = |region: Region, own: Option<usize>| {
+        let first = written.partition_point(|&(address, to, _)| address + to.span.len <= memory.address(region));
+        let mut near = written[first..].iter().take_while(|&&(_, to, _)| memory.overlap(to, region));
+        near.find(|&&(_, _, nth)| Some(nth) != own).map(|&(_, to, _)| to)
+    };
+    for send in step.sends {
+        if let Some(to) = hit(send.from, None) {
+            return overlap(to, send.from);
         }
-        if let Some(operand) = recv.landing.with
-            && memory.overlap(to, operand.own)
-            && !is_replaced(to, operand.own)
-        {
+    }
+    for (nth, recv) in step.recvs.iter().enumerate() {
+        let (to, Some(operand)) = (recv.landing.to, recv.landing.with) else { continue };
+        if let Some(to) = hit(operand.own, Some(nth)) {
+            return overlap(to, operand.own);
+        }
+        if memory.overlap(to, operand.own) && !is_replaced(to, operand.own) {
             return overlap(to, operand.own);
         }
     }
     Ok(())
 }
 
+/// What one rank sends to another, and what that one receives, each with its step.
+#[derive(Default)]
+struct Messages {
+    sends: Vec<(usize, Send)>,
+    recvs: Vec<(usize, Recv)>,
+}
+
 /// Check that both ends of each pair of ranks have the same list of messages.
 fn matched(schedules: &[Schedule]) -> Result<(), CheckError> {
-    let ranks = schedules.len();
-    let mut sends: Vec<Vec<(usize, Send)>> = vec![Vec::new(); ranks * ranks];
-    let mut recvs: Vec<Vec<(usize, Recv)>> = vec![Vec::new(); ranks * ranks];
-    for (rank, schedule) in schedules.iter().enumerate() {
+    // In the order of (from, to), and for each pair in the order of its messages.
+    let mut pairs: BTreeMap<(Rank, Rank), Messages> = BTreeMap::new();
+    for schedule in schedules {
+        let rank = schedule.place().rank();
         for (step, messages) in schedule.steps().enumerate() {
             for send in messages.sends {
-                sends[rank * ranks + send.peer.0 as usize].push((step, *send));
+                pairs.entry((rank, send.peer)).or_default().sends.push((step, *send));
             }
             for recv in messages.recvs {
-                recvs[recv.peer.0 as usize * ranks + rank].push((step, *recv));
+                pairs.entry((recv.peer, rank)).or_default().recvs.push((step, *recv));
             }
         }
     }
-    for (pair, (sends, recvs)) in sends.iter().zip(&recvs).enumerate() {
-        let (from, to) = (Rank((pair / ranks) as u32), Rank((pair % ranks) as u32));
-        for (&(step, send), (_, recv)) in sends.iter().zip(recvs) {
+    for ((from, to), Messages { sends, recvs }) in pairs {
+        for (&(step, send), (_, recv)) in sends.iter().zip(&recvs) {
             let received = recv.landing.to;
             if send.from.span.len != received.span.len {
                 return Err(CheckError::LengthMismatch { from, to, step, sent: send.from, received });

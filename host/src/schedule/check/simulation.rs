@@ -9,7 +9,7 @@ use super::error::CheckError;
 use super::expression::{Expressions, RankSet};
 use super::memory::{Memory, Run, Value};
 use crate::schedule::{Buffer, Landing, Recv, Region, Schedule, Send, Side, Step};
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use sumac_hal::ids::Rank;
 
 /// A rank's progress.
@@ -18,9 +18,11 @@ struct RankState {
     step: usize,
     /// When the last message of the step ends, in elements of the beta term.
     end_time: u64,
-    /// When this rank can send and receive the next message.
-    sends_from: u64,
-    recvs_from: u64,
+    /// When the step begins.
+    begin_time: u64,
+    /// The step's messages in each direction: when both ends are ready for it, and its length.
+    sent: Vec<(u64, u64)>,
+    received: Vec<(u64, u64)>,
     /// Messages of the step not yet transferred.
     waiting: usize,
     memory: Memory,
@@ -33,11 +35,17 @@ struct RankState {
 pub(super) struct Simulation<'a> {
     schedules: &'a [Schedule],
     states: Vec<RankState>,
-    /// Sends posted and not yet received, for each (from, to).
-    sends: Vec<VecDeque<Send>>,
-    /// Receives posted and not yet matched, for each (from, to).
-    recvs: Vec<VecDeque<Recv>>,
+    /// Sends posted and not yet received, for each (from, to) that has any.
+    sends: HashMap<(usize, usize), VecDeque<Send>>,
+    /// Receives posted and not yet matched, for each (from, to) that has any.
+    recvs: HashMap<(usize, usize), VecDeque<Recv>>,
     expressions: Expressions,
+}
+
+/// When a rank is done with messages in one direction, taken as early as they are ready; forgets them.
+fn finished(messages: &mut Vec<(u64, u64)>) -> u64 {
+    messages.sort_unstable();
+    messages.drain(..).fold(0, |done, (ready, len)| done.max(ready) + len)
 }
 
 impl<'a> Simulation<'a> {
@@ -48,8 +56,9 @@ impl<'a> Simulation<'a> {
             RankState {
                 step: 0,
                 end_time: 0,
-                sends_from: 0,
-                recvs_from: 0,
+                begin_time: 0,
+                sent: Vec::new(),
+                received: Vec::new(),
                 waiting: 0,
                 memory: Memory::new(Rank(rank as u32), schedule.layout()),
                 reduced_elements: 0,
@@ -60,8 +69,8 @@ impl<'a> Simulation<'a> {
         Self {
             schedules,
             states: schedules.iter().enumerate().map(state).collect(),
-            sends: vec![VecDeque::new(); ranks * ranks],
-            recvs: vec![VecDeque::new(); ranks * ranks],
+            sends: HashMap::new(),
+            recvs: HashMap::new(),
             expressions: Expressions::new(ranks),
         }
     }
@@ -74,10 +83,12 @@ impl<'a> Simulation<'a> {
             self.post(rank, &mut posted)?;
         }
         while let Some((from, to)) = posted.pop_front() {
-            let pair = from * ranks + to;
-            if let (Some(&send), Some(&recv)) = (self.sends[pair].front(), self.recvs[pair].front()) {
-                self.sends[pair].pop_front();
-                self.recvs[pair].pop_front();
+            let pair = (from, to);
+            if let (Some(sends), Some(recvs)) = (self.sends.get_mut(&pair), self.recvs.get_mut(&pair))
+                && let (Some(&send), Some(&recv)) = (sends.front(), recvs.front())
+            {
+                sends.pop_front();
+                recvs.pop_front();
                 self.message(from, to, &send, &recv, &mut posted)?;
                 posted.push_back((from, to));
             }
@@ -86,7 +97,8 @@ impl<'a> Simulation<'a> {
             if let Some(step) = schedule.step(self.states[rank].step) {
                 let unmet = |peer: &Rank| {
                     let peer = peer.0 as usize;
-                    !self.sends[rank * ranks + peer].is_empty() || !self.recvs[peer * ranks + rank].is_empty()
+                    self.sends.get(&(rank, peer)).is_some_and(|sends| !sends.is_empty())
+                        || self.recvs.get(&(peer, rank)).is_some_and(|recvs| !recvs.is_empty())
                 };
                 let sent_to = step.sends.iter().map(|send| send.peer);
                 let peer = sent_to.chain(step.recvs.iter().map(|recv| recv.peer)).find(unmet).unwrap_or(Rank(0));
@@ -98,7 +110,6 @@ impl<'a> Simulation<'a> {
 
     /// Run the local moves of `rank`'s step and post its messages, passing over steps without any.
     fn post(&mut self, rank: usize, posted: &mut VecDeque<(usize, usize)>) -> Result<(), CheckError> {
-        let ranks = self.schedules.len();
         let schedules = self.schedules;
         while let Some(Step { locals, sends, recvs }) = schedules[rank].step(self.states[rank].step) {
             for local in locals {
@@ -113,11 +124,11 @@ impl<'a> Simulation<'a> {
                 continue;
             }
             for send in sends {
-                self.sends[rank * ranks + send.peer.0 as usize].push_back(*send);
+                self.sends.entry((rank, send.peer.0 as usize)).or_default().push_back(*send);
                 posted.push_back((rank, send.peer.0 as usize));
             }
             for recv in recvs {
-                self.recvs[recv.peer.0 as usize * ranks + rank].push_back(*recv);
+                self.recvs.entry((recv.peer.0 as usize, rank)).or_default().push_back(*recv);
                 posted.push_back((recv.peer.0 as usize, rank));
             }
             return Ok(());
@@ -134,20 +145,21 @@ impl<'a> Simulation<'a> {
         recv: &Recv,
         posted: &mut VecDeque<(usize, usize)>,
     ) -> Result<(), CheckError> {
-        let end = self.states[from].sends_from.max(self.states[to].recvs_from) + send.from.span.len as u64;
-        self.states[from].sends_from = end;
-        self.states[to].recvs_from = end;
+        let ready = self.states[from].begin_time.max(self.states[to].begin_time);
+        let timed = (ready, send.from.span.len as u64);
+        self.states[from].sent.push(timed);
+        self.states[to].received.push(timed);
         let sender_set = self.states[from].reached_by_before.clone();
         self.states[to].reached_by.add_all(&sender_set);
         let sent = self.read(from, send.from)?;
         self.land(to, send.from.buffer, &sent, &recv.landing)?;
         for rank in [from, to] {
             let state = &mut self.states[rank];
-            state.end_time = state.end_time.max(end);
             state.waiting -= 1;
             if state.waiting == 0 {
                 state.step += 1;
-                (state.sends_from, state.recvs_from) = (state.end_time, state.end_time);
+                state.end_time = finished(&mut state.sent).max(finished(&mut state.received)).max(state.end_time);
+                state.begin_time = state.end_time;
                 self.post(rank, posted)?;
             }
         }

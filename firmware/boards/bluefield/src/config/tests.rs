@@ -3,7 +3,8 @@
 use super::*;
 
 const ALL: &str = "name=leaf0\ncontroller=127.0.0.1:7847\ninterface=p0\nip=10.0.2.15/24\ngateway=10.0.2.2\n\
-    listen=7200\ndata=127.0.0.1:7300\nhost=10.0.2.2\nshards=2\ncores=2,3\npoll=busy\nverbs=mlx5_0:1\nlog=debug\n";
+    listen=7200\ndata=127.0.0.1:7300\nhost=10.0.2.2\nshards=2\ncores=2,3\npoll=busy\nverbs=mlx5_0:1\n\
+    rdma=mlx5_2:1\nlog=debug\n";
 
 #[test]
 fn every_key_round_trips() {
@@ -24,6 +25,7 @@ fn every_key_round_trips() {
         cores: vec![2, 3],
         poll: Polling::Busy,
         verbs: Verbs::Link("mlx5_0:1".into()),
+        rdma: Some("mlx5_2:1".into()),
         log: "debug".into(),
         key: None,
     };

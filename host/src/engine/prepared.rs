@@ -1,0 +1,100 @@
+//! Operations that are checked and decided once, and run many times.
+//!
+//! Invariant: what was decided is used only while it is what a call would be decided to be: until the view, the tree or
+//! the controller's offers change, which [`Selection::generation`](super::selection::Selection::generation) counts.
+//! Then the next run decides anew.
+
+use super::core::Core;
+use super::error::Error;
+use super::extent::Extent;
+use super::options::{CallOptions, Outcome};
+use super::selection::Chosen;
+use crate::exec::Buffers;
+use crate::schedule::Schedule;
+use std::sync::Arc;
+use sumac_hal::op::{OpDesc, Path, ReduceOp};
+
+/// An operation, and what is known of it.
+#[derive(Debug)]
+pub(crate) struct PreparedCall {
+    desc: OpDesc,
+    options: CallOptions,
+    extent: Extent,
+    decided: Option<Decided>,
+}
+
+/// How an operation runs between hosts.
+#[derive(Debug, Clone)]
+pub(super) struct Decided {
+    generation: u64,
+    pub(super) chosen: Chosen,
+    pub(super) schedule: Arc<Schedule>,
+}
+
+impl Decided {
+    /// Return whether it still applies.
+    pub(super) const fn is_of(&self, generation: u64) -> bool {
+        self.generation == generation
+    }
+}
+
+impl PreparedCall {
+    pub(crate) const fn desc(&self) -> &OpDesc {
+        &self.desc
+    }
+
+    pub(crate) const fn options(&self) -> &CallOptions {
+        &self.options
+    }
+}
+
+impl Core {
+    /// Check an operation that will run on such buffers. Nothing is sent.
+    ///
+    /// # Errors
+    /// As those of [`Core::run`] for wrong arguments and impossible paths.
+    pub(crate) fn prepare(
+        &mut self,
+        desc: OpDesc,
+        buffers: &Buffers<'_>,
+        options: &CallOptions,
+    ) -> Result<PreparedCall, Error> {
+        self.check_usable()?;
+        let extent = Extent::of(&desc, self.place())?;
+        extent.check(&desc, buffers)?;
+        if let (true, Some(why)) = (self.data.config.world > 1, self.explain(&desc, options).refusal()) {
+            return Err(Error::NotPossible(why.clone()));
+        }
+        Ok(PreparedCall { desc, options: *options, extent, decided: None })
+    }
+
+    /// Run a prepared operation to completion. Its buffers may have got other lengths since it was prepared.
+    ///
+    /// # Errors
+    /// As those of [`Core::run`].
+    pub(crate) fn run_prepared(&mut self, call: &mut PreparedCall, mut buffers: Buffers<'_>) -> Result<Outcome, Error> {
+        self.check_usable()?;
+        let is_in_place = matches!(buffers, Buffers::InPlace(_));
+        let PreparedCall { desc, options, extent, decided } = call;
+        extent.check(desc, &buffers)?;
+        let result = self.run_checked((*desc, options), extent, &mut buffers, decided.as_ref());
+        self.data.operations.calling = None;
+        if result.is_ok() && !decided.as_ref().is_some_and(|decided| decided.is_of(self.data.generation())) {
+            *decided = self.decide(desc, options, is_in_place);
+        }
+        result
+    }
+
+    /// Return how the next run is decided, if it runs between hosts: what is in the tree depends on the tree's state.
+    fn decide(&mut self, desc: &OpDesc, options: &CallOptions, is_in_place: bool) -> Option<Decided> {
+        let generation = self.data.generation();
+        let (call, algo) = (self.calls_begun(), self.data.algo(desc, options).ok()?);
+        let chosen = self.data.choose_by((call, *desc, algo)).ok()?;
+        let is_between_hosts = chosen.is_announced && chosen.path != Path::Tree && desc.op != Some(ReduceOp::PremulSum);
+        if !is_between_hosts {
+            return None;
+        }
+        let schedule = self.data.schedule(desc, chosen.path, is_in_place).ok()?;
+        Some(Decided { generation, chosen, schedule })
+    }
+}

@@ -1,0 +1,255 @@
+//! What a schedule's messages load onto each link of a topology, counted without a simulator.
+//!
+//! The k-th steps with messages of all ranks are taken together, as if all began at once. In such a step a link carries
+//! every message whose route includes it. The step takes as long as its busiest link, so the sum over steps of the
+//! busiest link's elements is what the links' rate bounds: the *congestion* term of the papers on torus algorithms
+//! (Sack and Gropp, "Collective algorithms for multiported torus networks", ACM TOPC 1(2), 2015).
+//!
+//! Routes are shortest ones, and the same for each pair: on tori and meshes by dimensions, the first one first; at half
+//! of a ring upward. Links are one-way.
+
+use super::{Schedule, Send, Step};
+use std::collections::BTreeMap;
+
+/// Ranks and the links between them.
+pub trait Topology {
+    /// Call `visit` for each link, by number, on the way from one rank to another.
+    fn route(&self, from: u32, to: u32, visit: &mut dyn FnMut(u32));
+}
+
+/// A torus, or a mesh if it does not wrap around. Rank numbers run through the last dimension first.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Grid {
+    /// The ranks along each dimension.
+    pub dims: Vec<u32>,
+    /// Whether the ends of each dimension are linked.
+    pub wraps: bool,
+}
+
+impl Topology for Grid {
+    /// Link `2 (rank D + d) + 1` leads from a rank upward along dimension d, the one before it downward.
+    fn route(&self, from: u32, to: u32, visit: &mut dyn FnMut(u32)) {
+        let mut at = from;
+        let mut stride: u32 = self.dims.iter().product();
+        for (nth, &dim) in self.dims.iter().enumerate() {
+            stride /= dim;
+            let (mut own, goal) = (at / stride % dim, to / stride % dim);
+            let above = (goal + dim - own) % dim;
+            let is_upward = if self.wraps { 2 * above <= dim } else { goal > own };
+            while own != goal {
+                visit(2 * (at * self.dims.len() as u32 + nth as u32) + u32::from(is_upward));
+                let next = if is_upward { (own + 1) % dim } else { (own + dim - 1) % dim };
+                at = at - own * stride + next * stride;
+                own = next;
+            }
+        }
+    }
+}
+
+/// A full mesh: a link for each pair of ranks and direction.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FullMesh {
+    /// The number of ranks.
+    pub ranks: u32,
+}
+
+impl Topology for FullMesh {
+    fn route(&self, from: u32, to: u32, visit: &mut dyn FnMut(u32)) {
+        visit(from * self.ranks + to);
+    }
+}
+
+/// Groups of consecutive ranks with a link for each pair of groups and direction, as in a dragonfly. Links inside a
+/// group are not counted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Dragonfly {
+    /// The ranks of a group.
+    pub group: u32,
+    /// The place of rank 0 in its group.
+    pub offset: u32,
+    /// The number of groups.
+    pub groups: u32,
+}
+
+impl Topology for Dragonfly {
+    fn route(&self, from: u32, to: u32, visit: &mut dyn FnMut(u32)) {
+        let [from, to] = [from, to].map(|rank| (rank + self.offset) / self.group);
+        if from != to {
+            visit(from * self.groups + to);
+        }
+    }
+}
+
+/// A fat tree of two levels: leaves with consecutive ranks, and spines, of which each receiver has one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FatTree {
+    /// The ranks below a leaf.
+    pub leaf: u32,
+    /// The number of spines, each with a link to every leaf.
+    pub spines: u32,
+    /// The number of ranks.
+    pub ranks: u32,
+}
+
+impl Topology for FatTree {
+    /// Links from ranks come first, then those to ranks, from leaves, and to leaves.
+    fn route(&self, from: u32, to: u32, visit: &mut dyn FnMut(u32)) {
+        visit(from);
+        let (below, above, spine) = (from / self.leaf, to / self.leaf, to % self.spines);
+        if below != above {
+            let links = self.ranks.div_ceil(self.leaf) * self.spines;
+            visit(2 * self.ranks + below * self.spines + spine);
+            visit(2 * self.ranks + links + above * self.spines + spine);
+        }
+        visit(self.ranks + to);
+    }
+}
+
+/// Elements on each link, for each step.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Loads {
+    steps: Vec<BTreeMap<u32, u64>>,
+}
+
+impl Loads {
+    /// Count the messages of all ranks' schedules.
+    pub fn count(schedules: impl IntoIterator<Item = Schedule>, topology: &impl Topology) -> Self {
+        let mut loads = Self::default();
+        for schedule in schedules {
+            let rank = schedule.place().rank();
+            let has_messages = |step: &Step<'_>| !(step.sends.is_empty() && step.recvs.is_empty());
+            for (index, step) in schedule.steps().filter(has_messages).enumerate() {
+                if loads.steps.len() <= index {
+                    loads.steps.push(BTreeMap::new());
+                }
+                let links = &mut loads.steps[index];
+                for Send { peer, from } in step.sends {
+                    topology.route(rank.0, peer.0, &mut |link| {
+                        *links.entry(link).or_default() += from.span.len as u64;
+                    });
+                }
+            }
+        }
+        loads
+    }
+
+    /// The elements on the busiest link of each step.
+    pub fn busiest(&self) -> impl Iterator<Item = u64> {
+        self.steps.iter().map(|links| links.values().copied().max().unwrap_or(0))
+    }
+
+    /// The elements that the links' rate bounds: the busiest links' of all steps.
+    pub fn congestion(&self) -> u64 {
+        self.busiest().sum()
+    }
+
+    /// The elements on each link that carries any, over all steps.
+    pub fn totals(&self) -> BTreeMap<u32, u64> {
+        let mut totals = BTreeMap::new();
+        for (&link, &elements) in self.steps.iter().flatten() {
+            *totals.entry(link).or_default() += elements;
+        }
+        totals
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::schedule::swing::all_reduce_on_torus;
+    use crate::schedule::{Place, bine, full_mesh, halving_doubling, ring, tree::Tree};
+    use sumac_hal::ctrl::Order;
+
+    fn route(topology: &impl Topology, from: u32, to: u32) -> Vec<u32> {
+        let mut links = Vec::new();
+        topology.route(from, to, &mut |link| links.push(link));
+        links
+    }
+
+    #[test]
+    fn routes_match_hand_computation() {
+        let torus = Grid { dims: vec![4, 4], wraps: true };
+        // Upward along the second dimension from ranks 0 and 1; down across the end.
+        assert_eq!(route(&torus, 0, 2), [3, 7]);
+        assert_eq!(route(&torus, 0, 3), [2]);
+        assert_eq!(route(&torus, 0, 5), [1, 19]);
+        let mesh = Grid { wraps: false, ..torus };
+        assert_eq!(route(&mesh, 0, 3), [3, 7, 11]);
+        let tree = FatTree { leaf: 2, spines: 2, ranks: 4 };
+        assert_eq!(route(&tree, 0, 1), [0, 5]);
+        assert_eq!(route(&tree, 0, 3), [0, 9, 15, 7]);
+        assert_eq!(route(&Dragonfly { group: 4, offset: 3, groups: 2 }, 0, 1), [1]);
+    }
+
+    /// The limits of arXiv 2401.09356, table 2, are 1.19, 1.03 and 1.008 for any size; these are for 4096 ranks.
+    #[test]
+    fn swing_on_tori_is_as_congested_as_its_paper_says() {
+        for (dims, expected) in [(vec![64, 64], 1.185), (vec![16, 16, 16], 1.034), (vec![8, 8, 8, 8], 1.007)] {
+            let links = 2 * dims.len();
+            let (ranks, count) = (dims.iter().product::<u32>(), links * 4096 * 4);
+            let schedules = Place::all(ranks).map(|place| all_reduce_on_torus(place, count, &dims).expect("a torus"));
+            let loads = Loads::count(schedules, &Grid { dims: dims.clone(), wraps: true });
+            let uncongested = 2.0 * count as f64 * f64::from(ranks - 1) / f64::from(ranks) / links as f64;
+            let found = loads.congestion() as f64 / uncongested;
+            assert!((found - expected).abs() <= 0.002, "{dims:?}: {found}");
+        }
+    }
+
+    #[test]
+    fn ring_on_a_ring_uses_one_direction_without_congestion() {
+        let schedules = Place::all(8).map(|place| ring::all_reduce(place, 800));
+        let loads = Loads::count(schedules, &Grid { dims: vec![8], wraps: true });
+        assert!(loads.busiest().all(|elements| elements == 100), "{loads:?}");
+        assert_eq!((loads.congestion(), loads.totals().len()), (1400, 8));
+        // Without the link around the end all others carry what goes around.
+        let schedules = Place::all(8).map(|place| ring::all_reduce(place, 800));
+        let mesh = Loads::count(schedules, &Grid { dims: vec![8], wraps: false });
+        assert_eq!((mesh.congestion(), mesh.totals().len()), (1400, 14));
+    }
+
+    /// A group of 4 on a full mesh of 8 uses 3 of a rank's 7 links.
+    #[test]
+    fn full_mesh_uses_the_links_of_its_group() {
+        let tree = |ranks| Tree::flat(ranks, Order::TreeFold).expect("a tree");
+        for (ranks, links) in [(2, 1), (4, 3), (8, 7)] {
+            let tree = tree(ranks);
+            let schedules = Place::all(ranks).map(|place| full_mesh::all_reduce(place, 840, &tree));
+            let totals = Loads::count(schedules, &FullMesh { ranks: 8 }).totals();
+            assert_eq!(totals.keys().filter(|&&link| link / 8 == 0).count(), links, "{ranks}");
+            assert!(totals.values().all(|&elements| elements == 2 * 840 / u64::from(ranks)), "{totals:?}");
+        }
+    }
+
+    /// The elements between groups of consecutive ranks, in multiples of n, for 256 ranks in a row.
+    fn between(group: u32, offset: u32, schedule: impl Fn(Place) -> Schedule) -> f64 {
+        let groups = Dragonfly { group, offset, groups: 256_u32.div_ceil(group) + 1 };
+        Loads::count(Place::all(256).map(schedule), &groups).totals().values().sum::<u64>() as f64 / 2560.0
+    }
+
+    #[test]
+    fn bine_sends_less_between_groups_that_are_not_aligned_powers_of_two() {
+        let halving = |group, offset| between(group, offset, |place| halving_doubling::all_reduce(place, 2560));
+        let bine = |group, offset| between(group, offset, |place| bine::all_reduce(place, 2560));
+        for (group, of_halving, of_bine) in [(12, 115.0, 92.0), (20, 78.0, 62.0), (24, 67.0, 53.0)] {
+            let mean = |of: &dyn Fn(u32, u32) -> f64| {
+                (0..group).map(|offset| of(group, offset)).sum::<f64>() / f64::from(group)
+            };
+            let (halving, bine) = (mean(&halving), mean(&bine));
+            assert_eq!((halving.round(), bine.round()), (of_halving, of_bine), "{group}");
+            assert!(bine <= 0.85 * halving, "{group}: {bine} against {halving}");
+        }
+        // Aligned groups of 16 are what halving-doubling is made for.
+        assert_eq!((halving(16, 0).round(), bine(16, 0).round()), (30.0, 60.0));
+    }
+
+    #[test]
+    fn fat_tree_with_fewer_uplinks_is_busiest_between_leaves() {
+        let halving = |spines| {
+            let schedules = Place::all(16).map(|place| halving_doubling::all_reduce(place, 1600));
+            Loads::count(schedules, &FatTree { leaf: 4, spines, ranks: 16 }).congestion()
+        };
+        // Near steps carry 800 and 400 elements; far ones 200 and 100, each in both halves.
+        assert_eq!(halving(4), 2 * 1500);
+        assert_eq!(halving(1), 2 * (800 + 400 + 4 * (200 + 100)));
+    }
+}
