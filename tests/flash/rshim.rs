@@ -121,6 +121,11 @@ impl Shared {
         }
     }
 
+    /// Wait until the card takes more of the stream.
+    fn while_held<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+        self.changed.wait_while(state, |state| state.is_held()).unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Publish a change of the state.
     fn notify(&self, state: MutexGuard<'_, State>) {
         drop(state);

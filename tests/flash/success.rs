@@ -175,8 +175,9 @@ fn configuration_and_root_file_system_follow_a_vendors_image() {
     refused(&["--allow-unsigned", "--rootfs", &other], "not a file of xz");
     let whole = Bench { image: [&bench.image[..], &tail].concat(), ..bench };
     // The system that is up before the last byte reads the tail.
-    let log = [(When::Written(len as u64 + 40_000), "INFO[MISC]: Linux up")];
-    let script = Script { write_max: 4096, ..Script::with_log(len, &log) };
+    let held = Some((len as u64 + 40_000, 4));
+    let log = [(When::Reading(2), "INFO[MISC]: Linux up")];
+    let script = Script { write_max: 4096, held, ..Script::with_log(len, &log) };
     let more = ["--allow-unsigned", "--config", &config, "--rootfs", &rootfs, "--until", "linux-up"];
     well(&whole, script, &more);
     // The same in the file, as `cat bfb bf.cfg` makes it.

@@ -129,7 +129,10 @@ impl Filesystem for Card {
     ) {
         let taken = self.shared.enter().and_then(|mut state| {
             let taken = match inode {
-                INodeNo(BOOT) => state.write_boot(data),
+                INodeNo(BOOT) => {
+                    state = self.shared.while_held(state);
+                    state.write_boot(data)
+                }
                 INodeNo(RSH_LOG) => state.write_rsh_log(data),
                 _ => state.set(offset, data).map(|()| data.len() as u32),
             };

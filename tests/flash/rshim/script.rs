@@ -44,6 +44,9 @@ pub(crate) struct Script {
     pub(crate) write_max: usize,
     /// The first write at or after this byte fails with this error.
     pub(crate) write_error: Option<(u64, Errno)>,
+    /// Writes from this byte on wait until `misc` has been read this often after a complete stream: the card takes
+    /// what follows the images once its Linux runs.
+    pub(crate) held: Option<(u64, u32)>,
     /// All calls fail with this error from this trigger on.
     pub(crate) gone: Option<(When, Errno)>,
     /// All calls hang from this trigger on.
@@ -72,6 +75,7 @@ impl Script {
             open_error: None,
             write_max: usize::MAX,
             write_error: None,
+            held: None,
             gone: None,
             hangs: None,
             refused_key: None,

@@ -125,6 +125,12 @@ impl State {
         Ok(())
     }
 
+    /// Return whether a write to `boot` has to wait.
+    pub(super) fn is_held(&self) -> bool {
+        let is_held = |(from, readings)| self.seen.received.len() as u64 >= from && self.readings_after < readings;
+        !self.is_over && self.script.held.is_some_and(is_held)
+    }
+
     pub(super) fn write_boot(&mut self, data: &[u8]) -> Result<u32, Errno> {
         if let Some((at, errno)) = self.script.write_error.filter(|_| !self.is_error_told) {
             let left = at.saturating_sub(self.seen.received.len() as u64);
