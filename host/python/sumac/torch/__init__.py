@@ -11,6 +11,7 @@ by the store of ``init_process_group``: rank 0 puts the controller's address, th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,12 +21,21 @@ if not hasattr(torch._C._distributed_c10d, "Backend"):
     # Before 2.0 a backend is a ProcessGroup, one for all devices, whose operations C++ dispatches.
     raise ImportError(f"sumac.torch needs torch 2.15, whose c10d.Backend Python can subclass; torch {torch.__version__} has none")
 
+from ..communicator import Explanation
+from . import adapter
 from .backend import SumacBackend, create
 
 if TYPE_CHECKING:
-    from ..communicator import Communicator, Explanation
+    from ..communicator import Communicator
 
 NAME = "sumac"
+
+
+@dataclass(frozen=True)
+class GroupExplanation(Explanation):
+    """Which path an operation of a process group would take, and whether the adapter in C++ is there."""
+
+    adapter: str
 
 
 def register() -> None:
@@ -38,6 +48,8 @@ def register() -> None:
 def backend(group: dist.ProcessGroup | None = None) -> SumacBackend:
     """Return the backend of a process group; by default, of the whole job."""
     found = (group or dist.group.WORLD)._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    # The adapter in C++ has the backend within.
+    found = getattr(found, "inner", found)
     if not isinstance(found, SumacBackend):
         raise TypeError(f"the group's backend for tensors in host memory is {type(found).__name__}, not sumac")
     return found
@@ -50,9 +62,12 @@ def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
 
 def explain(
     group: dist.ProcessGroup | None = None, numel: int = 1 << 20, dtype: torch.dtype = torch.float32
-) -> Explanation:
-    """Explain which path an all-reduce of so many elements takes, each candidate's cost, and why not the tree."""
-    return backend(group).explain(numel, dtype)
+) -> GroupExplanation:
+    """Explain which path an all-reduce of so many elements takes, each candidate's cost, why not the tree, and whether
+    works of c10d tell whether they have completed: that needs the adapter in C++."""
+    found = backend(group).explain(numel, dtype)
+    status = adapter.load()[1]
+    return GroupExplanation(f"{found.text}\nadapter in C++: {status}", found.chosen, found.candidates, status)
 
 
 def empty(
@@ -65,4 +80,4 @@ def empty(
 
 register()
 
-__all__ = ["NAME", "SumacBackend", "backend", "communicator", "empty", "explain", "register"]
+__all__ = ["NAME", "GroupExplanation", "SumacBackend", "backend", "communicator", "empty", "explain", "register"]

@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import Backend, Store
 from .._sumac import Request
 from ..communicator import Communicator, Explanation, has_failed
 from ..errors import Error
+from . import adapter
 from .rendezvous import close_controllers, join
 from .tensors import DTYPES, Output, OutputList, check, contiguous, joined, memory, operator
 from .work import SumacWork
@@ -25,9 +26,12 @@ NO_TIMEOUT = timedelta(0)
 _open: dict[int, SumacBackend] = {}
 
 
-def create(options: Any, _backend_options: object) -> SumacBackend:
-    """Make the backend of a process group, as torch asks for it."""
-    return SumacBackend(options.store, options.group_rank, options.group_size, options.timeout, options.group_id)
+def create(options: Any, _backend_options: object) -> Backend:
+    """Make the backend of a process group, as torch asks for it: within the adapter in C++, if there is one."""
+    backend = SumacBackend(options.store, options.group_rank, options.group_size, options.timeout, options.group_id)
+    module = adapter.load()[0]
+    found: Backend = backend if module is None else module.Backend(backend)
+    return found
 
 
 class SumacBackend(Backend):
@@ -229,9 +233,16 @@ class SumacBackend(Backend):
         request = self._started(self._core.start_receive, memory(target.tensor, moves=True), src, tag)
         return self._work("recv", [request], tensors, [target])
 
-    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> NoReturn:
-        # The library can (`sumac.Communicator.receive`), but torch asks nothing of a Python work but to wait.
-        raise NotImplementedError("recv from any source: torch cannot learn who sent; name the rank to receive from")
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> SumacWork:
+        if adapter.load()[0] is None:
+            raise NotImplementedError(
+                "recv from any source: torch cannot learn from a backend in Python who sent; name the rank to receive "
+                f"from, or build the adapter in C++: {adapter.COMMAND}"
+            )
+        (tensor,) = tensors
+        target = Output(tensor, keeps=False)
+        request = self._started(self._core.start_receive, memory(target.tensor, moves=True), None, tag)
+        return self._work("recv", [request], tensors, [target])
 
     def barrier(self, opts: Any) -> SumacWork:
         request = self._started(self._core.start, "barrier", None, None, None, 0, self._limits(opts))
@@ -335,6 +346,16 @@ class SumacBackend(Backend):
             return torch.empty(shape, dtype=dtype)
         found = self._core.alloc(shape.numel() * dtype.itemsize)
         return torch.frombuffer(found, dtype=dtype).view(shape)
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Return whether :meth:`allocate_tensor` has memory for a device."""
+        return device.type == "cpu"
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a zeroed tensor of one dimension on registered memory."""
+        if not self.supports_tensor_alloc(device):
+            raise NotImplementedError(f"allocate_tensor on {device}: sumac registers memory of the host")
+        return self.empty(torch.Size([size]), dtype)
 
     # How operations are started.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from .._sumac import Request
 from ..errors import DeadlineError, Error
@@ -17,8 +18,8 @@ from ..errors import DeadlineError, Error
 class SumacWork(dist.Work):
     """One or more operations of a communicator that run by themselves.
 
-    torch hands ``wait`` and ``get_future`` of a Python ``Work`` through, and no more: ``is_completed`` of what a program
-    gets stays false. ``get_future().done()`` says it.
+    torch hands ``wait`` and ``get_future`` of a Python ``Work`` through, and no more; the adapter in C++ hands through the
+    rest. Without it, ``is_completed`` of what a program gets stays false, and ``get_future().done()`` says it.
     """
 
     def __init__(
@@ -129,6 +130,17 @@ class SumacWork(dist.Work):
     def result(self) -> Any:
         self.wait()
         return self._result
+
+    def result_tensors(self) -> list[torch.Tensor]:
+        """Return the result as c10d's C++ does: one list."""
+        return [leaf for leaf in tree_leaves(self.result()) if isinstance(leaf, torch.Tensor)]
+
+    def source_rank(self) -> int:
+        """Return the rank that sent the message, once it has been waited for."""
+        source = self._requests[0].source if self._requests else None
+        if source is None:
+            raise RuntimeError(f"{self._what}: there is no message, or it has not been waited for")
+        return source
 
     def synchronize(self) -> None:
         self.wait()

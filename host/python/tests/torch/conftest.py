@@ -10,11 +10,20 @@ import pytest
 HERE = Path(__file__).parent
 
 
+@pytest.fixture(scope="session")
+def adapter(tmp_path_factory):
+    """Build the adapter in C++, and return the folder that has it."""
+    folder = tmp_path_factory.mktemp("adapter")
+    env = {**os.environ, "SUMAC_TORCH_ADAPTER": str(folder)}
+    subprocess.run([sys.executable, "-P", "-m", "sumac.torch", "build"], env=env, check=True)
+    return folder
+
+
 @pytest.fixture
 def run_ranks(tmp_path):
     """Run a function as each rank of a process group of the backend sumac, and return what the ranks print."""
 
-    def run(function, *arguments, ranks=2, check=True, env=None, timeout=120, beside=lambda: None):
+    def run(function, *arguments, ranks=2, check=True, env=None, timeout=120, beside=lambda: None, adapter=None):
         (tmp_path / "store").unlink(missing_ok=True)
         path = f"import sys; sys.path.insert(0, {str(HERE)!r})"
         call = f"import conftest, {function.__module__} as module; conftest.rank(module.{function.__name__}, *{arguments!r})"
@@ -22,6 +31,7 @@ def run_ranks(tmp_path):
         for rank in range(ranks):
             own = {**os.environ, **(env or {}), "RANK": str(rank), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
             own |= {"SUMAC_TEST_STORE": str(tmp_path / "store"), "SUMAC_LOG": "off"}
+            own["SUMAC_TORCH_ADAPTER"] = str(adapter or tmp_path / "no adapter")
             command = [sys.executable, "-P", "-c", f"{path}; {call}"]
             started.append(subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
         ended = []

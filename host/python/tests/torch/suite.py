@@ -4,6 +4,8 @@
     python suite.py --match 'gather'    those whose name matches
     python suite.py --write             run all, and write suite.txt
 
+The adapter in C++ must have been built (python -m sumac.torch build): some tests ask works whether they have completed.
+
 suite.txt has one line for each test: its name, what gloo does and what sumac does: `passed`, or `skipped` and the reason.
 gloo's reasons are torch's. The reason why a test is skipped for sumac alone is written by hand, and names what c10d lacks. A
 test that does something else than its line fails the run.

@@ -244,6 +244,9 @@ def groups():
 
 
 def refusals():
+    import sumac.torch
+
+    assert "python -m sumac.torch build" in sumac.torch.explain().adapter
     with pytest.raises(NotImplementedError, match="MAX on sparse"):
         dist.all_reduce(torch.ones(3).to_sparse(), ops.MAX)
     with pytest.raises(NotImplementedError, match="AVG on booleans"):
