@@ -15,7 +15,7 @@ Locks:    the fuzz targets (tests/fuzz, a separate workspace) use the same versi
 Planted:  only features named `planted` enable planted bugs, so no released build contains them.
 
     tests/deps.py              check; on violations, print each and exit with status 1
-    tests/deps.py --features   print 'package feature' for each feature of each member, and 'package -' for no features
+    tests/deps.py --features   print 'package feature' for each member's features for users, and 'package -' for no features
 """
 
 import json
@@ -400,10 +400,11 @@ def layers():
 
 
 def print_features():
+    # Without those that only tests of the workspace enable, together with others.
     for package in sorted(members(metadata("--no-deps")), key=lambda package: package["name"]):
         print(package["name"], "-")
         for feature in sorted(package["features"]):
-            if feature != "default":
+            if feature not in ("default", PLANTED, "snapshot"):
                 print(package["name"], feature)
 
 

@@ -11,7 +11,7 @@ use std::sync::{Barrier, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 use sumac::comm::OutputState;
-use sumac::{Algo, Communicator, Error, JoinConfig, Order, Path, ReduceOp, ShrinkError};
+use sumac::{Algo, CallOptions, Communicator, Error, JoinConfig, Order, Path, ReduceOp, ShrinkError};
 use sumac_hal::ids::Rank;
 
 const LEN: usize = 50_000;
@@ -64,7 +64,8 @@ fn shrink_keeps_the_order_of_surviving_ranks() {
             smaller.all_gather(&[own], &mut ranks).expect("all four are there");
             assert_eq!(ranks, [0, 2, 3, 4]);
             assert_eq!(sum(&smaller, own).expect("all four are there"), 13);
-            let path = smaller.all_reduce(&mut [0_u32; 4], ReduceOp::Sum).expect("a sum").path;
+            let options = CallOptions { algo: Some(Algo::Tree), ..CallOptions::default() };
+            let path = smaller.all_reduce_with(&mut [0_u32; 4], ReduceOp::Sum, &options).expect("a sum").path;
             smaller.barrier().expect("all four are there");
             smaller.leave();
             Some(path)

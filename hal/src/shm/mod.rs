@@ -19,6 +19,7 @@
 
 mod bar_memory;
 mod bell;
+mod board;
 mod duplex;
 mod function;
 mod machine;
@@ -35,6 +36,7 @@ mod wait;
 
 pub use bar_memory::BarMemory;
 pub use bell::{Bell, BellSet};
+pub use board::{Board, BoardError};
 pub use duplex::{Duplex, DuplexError, DuplexStream};
 pub use function::{Function, FunctionError, FunctionQueue, FunctionRing};
 pub use machine::machine;

@@ -315,7 +315,7 @@ fn all_reduce_writes_the_sum_and_no_other_file() {
     let inputs: Vec<_> =
         (0..3).map(|r| dir.write(&format!("r{r}.npy"), &npy_f32(&[1.5 * r as f32, 2.0, -1.0], "(3,)"))).collect();
     let out = dir.path("out.npy");
-    let mut args = vec!["all-reduce", "--op", "sum", "--output", out.as_str()];
+    let mut args = vec!["all-reduce", "--op", "sum", "--algo", "tree", "--output", out.as_str()];
     inputs.iter().for_each(|input| args.extend(["--input", input]));
     let output = sumac(&args);
     assert_eq!(exit_status(&output), 0, "{}", stderr(&output));

@@ -74,6 +74,8 @@ pub(super) enum Purpose {
     PointToPoint,
     /// One direction of the out-of-band channel ([`super::oob`]).
     OutOfBand,
+    /// The board of all ranks of a machine, in shared memory ([`super::board`]). No connection has this purpose.
+    Board,
 }
 
 impl Purpose {
@@ -83,6 +85,7 @@ impl Purpose {
             Self::OneShot => 2,
             Self::PointToPoint => 4,
             Self::OutOfBand => 5,
+            Self::Board => 6,
         }
     }
 }

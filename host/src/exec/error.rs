@@ -35,15 +35,19 @@ impl Call {
         let OpDesc { collective, dtype, op, root, count } = *desc;
         Self { rank, op_index, signature, collective, dtype, op, root, count, path }
     }
+
+    /// Return the operation.
+    pub(super) const fn desc(&self) -> OpDesc {
+        let Self { collective, dtype, op, root, count, .. } = *self;
+        OpDesc { collective, dtype, op, root, count }
+    }
 }
 
 impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { collective, dtype, op, root, count, .. } = *self;
-        let desc = OpDesc { collective, dtype, op, root, count };
-        write!(f, "{}: operation {}, {desc}", self.rank, self.op_index)?;
-        if root != Rank(0) {
-            write!(f, " to {root}")?;
+        write!(f, "{}: operation {}, {}", self.rank, self.op_index, self.desc())?;
+        if self.root != Rank(0) {
+            write!(f, " to {}", self.root)?;
         }
         write!(f, " by {} (signature {:08x})", self.path.name(), self.signature)
     }

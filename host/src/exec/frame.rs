@@ -6,7 +6,8 @@
 //! |---|---|
 //! | 0..4 | magic `SMCF` |
 //! | 4..6 | kind: 1 data, 2 abort, 3 announce, 4 shared, 5 reference |
-//! | 6..8 | zero |
+//! | 6 | 1 if the sender has the board ([`super::board`]) |
+//! | 7 | zero |
 //! | 8..16 | operation index |
 //! | 16..20 | signature |
 //! | 20..24 | step: number of the transfer of this pair in this operation, from 0 |
@@ -65,12 +66,14 @@ pub(super) struct Header {
     pub(super) transfer_bytes: u64,
     /// Where the payload of a reference is in the sender's memory.
     pub(super) address: u64,
+    /// The sender has the board.
+    pub(super) has_board: bool,
 }
 
 impl Header {
     /// Return the header of a frame without a payload.
     pub(super) const fn bare(kind: FrameKind, call: Call, step: u32) -> Self {
-        Self { kind, call, step, len_bytes: 0, transfer_bytes: 0, address: 0 }
+        Self { kind, call, step, len_bytes: 0, transfer_bytes: 0, address: 0, has_board: false }
     }
 
     pub(super) fn emit(&self) -> [u8; HEADER_BYTES] {
@@ -85,6 +88,7 @@ impl Header {
         let mut bytes = [0; HEADER_BYTES];
         bytes[0..4].copy_from_slice(&FRAME_MAGIC);
         bytes[4..6].copy_from_slice(&kind.to_le_bytes());
+        bytes[6] = u8::from(self.has_board);
         bytes[8..16].copy_from_slice(&call.op_index.to_le_bytes());
         bytes[16..20].copy_from_slice(&call.signature.to_le_bytes());
         bytes[20..24].copy_from_slice(&self.step.to_le_bytes());
@@ -139,7 +143,8 @@ impl Header {
             path: path.ok_or_else(|| refuse("path", bytes[31].into()))?,
         };
         let (transfer_bytes, address) = (u64_at(bytes, 48), u64_at(bytes, 56));
-        Ok(Self { kind, call, step: u32_at(bytes, 20), len_bytes, transfer_bytes, address })
+        let has_board = bytes[6] & 1 != 0;
+        Ok(Self { kind, call, step: u32_at(bytes, 20), len_bytes, transfer_bytes, address, has_board })
     }
 }
 
@@ -208,12 +213,12 @@ mod tests {
         let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 0x0102_0304_0506);
         let call = Call::new(Rank(3), 0x1112_1314, 0x2122_2324, &desc, Path::Ring);
         let (transfer_bytes, address) = (0x3132_3334_3536, 0x4142_4344_4546);
-        Header { kind: FrameKind::Data, call, step: 5, len_bytes: 0x4000, transfer_bytes, address }
+        Header { kind: FrameKind::Data, call, step: 5, len_bytes: 0x4000, transfer_bytes, address, has_board: true }
     }
 
     #[test]
     fn header_has_golden_bytes() {
-        let golden = *b"SMCF\x01\0\0\0\x14\x13\x12\x11\0\0\0\0\x24\x23\x22\x21\x05\0\0\0\0\x40\0\0\x01\x0b\x01\x02\
+        let golden = *b"SMCF\x01\0\x01\0\x14\x13\x12\x11\0\0\0\0\x24\x23\x22\x21\x05\0\0\0\0\x40\0\0\x01\x0b\x01\x02\
                         \0\0\0\0\0\0\0\0\x06\x05\x04\x03\x02\x01\0\0\
                         \x36\x35\x34\x33\x32\x31\0\0\x46\x45\x44\x43\x42\x41\0\0";
         assert_eq!(header().emit(), golden);

@@ -106,6 +106,8 @@ pub(super) struct Tx {
     pub(super) reference: Option<u32>,
     /// Whether `header` is that of a reference.
     is_reference: bool,
+    /// Whether frames say that this rank has the board.
+    pub(super) has_board: bool,
 }
 
 impl Default for Tx {
@@ -115,6 +117,7 @@ impl Default for Tx {
             is_shared: false,
             reference: None,
             is_reference: false,
+            has_board: false,
             header: [0; HEADER_BYTES],
             header_left: 0,
             left_bytes: 0,
@@ -426,7 +429,9 @@ impl Tx {
 
     fn begin(&mut self, kind: FrameKind, call: &Call, (transfer_bytes, address): (u64, u64)) {
         let len_bytes = self.left_bytes;
-        let header = Header { len_bytes, transfer_bytes, address, ..Header::bare(kind, *call, self.transfers) };
+        let has_board = self.has_board;
+        let header =
+            Header { len_bytes, transfer_bytes, address, has_board, ..Header::bare(kind, *call, self.transfers) };
         self.header = header.emit();
         self.header_left = HEADER_BYTES;
         self.bare = (kind == FrameKind::Announce).then_some(kind);

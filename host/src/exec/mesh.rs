@@ -9,6 +9,7 @@ use super::auth::{
     ANSWER_BYTES, AnswerError, Dialler, HELLO_BYTES, Hello, PROOF_BYTES, Purpose, RefusalCount, VERDICT_BYTES,
     check_head, one_shot,
 };
+use super::board::BoardState;
 use super::error::{ExecError, MeshError};
 use super::handshake::Pending;
 use super::link::{IoOutcome, Link, PAGE_BYTES, State, write};
@@ -52,6 +53,8 @@ pub struct Mesh {
     pub(super) messages: Messages,
     /// How memory is shared with other ranks, or why it is not.
     pub(super) sharing: Result<Sharing, String>,
+    /// The board of short collectives.
+    pub(super) board: BoardState,
     /// How this rank waits.
     pub(super) waiting: SpinPolicy,
     pub(super) poisoned: Option<ExecError>,
@@ -104,6 +107,7 @@ impl Mesh {
         let ranks_here = addresses.iter().filter(|address| address.ip() == own).count();
         Ok(Self {
             sharing,
+            board: BoardState::default(),
             waiting: policy(ranks_here),
             place,
             secret,

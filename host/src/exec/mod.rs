@@ -19,6 +19,7 @@ mod abort;
 mod acceptor;
 mod announce;
 mod auth;
+pub(crate) mod board;
 mod error;
 mod flush;
 mod frame;
@@ -36,6 +37,8 @@ mod run;
 mod shared;
 mod sharing;
 
+#[cfg(test)]
+mod board_tests;
 #[cfg(test)]
 mod collective_tests;
 #[cfg(test)]

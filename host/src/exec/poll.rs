@@ -7,6 +7,7 @@
 //! What arrives through shared memory makes no descriptor readable. A rank that is about to sleep arms the doorbells of
 //! its connections, looks once more, and then polls the eventfd that its peers ring too.
 
+use super::board::BoardUse;
 use super::error::ExecError;
 use super::frame::FrameKind;
 use super::handshake::HandshakeOutcome;
@@ -174,7 +175,7 @@ impl Run<'_> {
     fn arm_bells(&mut self) -> bool {
         self.mesh.shared_ends().for_each(|shared| shared.arm());
         let is_link_due = (0..self.mesh.links.len()).any(|index| self.is_link_due(Rank(index as u32)));
-        !is_link_due && !self.mesh.messages.is_due()
+        !is_link_due && !self.mesh.messages.is_due() && !self.is_board_due()
     }
 
     /// Add the links whose peers have sent something through shared memory that the step does not receive.
@@ -256,6 +257,9 @@ impl Run<'_> {
 
     /// Return whether the current step waits for `peer`.
     fn receives_from(&self, peer: Rank) -> bool {
+        if self.board_use == BoardUse::Runs {
+            return false;
+        }
         let (recvs, progress) = (self.step.recvs, &self.mesh.recvs);
         (0..recvs.len()).any(|slot| recvs[slot].peer == peer && is_next(recvs, progress, slot))
     }

@@ -10,6 +10,7 @@ mod frames;
 mod interrupt;
 
 use super::announce::RetryTimer;
+use super::board::BoardUse;
 use super::error::{Call, ExecError};
 use super::frame::FrameKind;
 use super::link::{IoOutcome, State};
@@ -146,6 +147,8 @@ pub(super) struct Run<'a> {
     /// Whether its frames and connections are prepared.
     is_begun: bool,
     polls: PollBackoff,
+    /// What it does with the board.
+    pub(super) board_use: BoardUse,
     /// The current step.
     pub(super) index: usize,
     pub(super) step: Step<'a>,
@@ -188,7 +191,7 @@ impl<'a> Run<'a> {
         messages_only: bool,
     ) -> Self {
         let (step, polls, announce_timer) = (Step::default(), PollBackoff::new(mesh.waiting), RetryTimer::default());
-        let (is_begun, index) = (false, 0);
+        let (is_begun, index, board_use) = (false, 0, BoardUse::None);
         Self {
             mesh,
             schedule,
@@ -196,6 +199,7 @@ impl<'a> Run<'a> {
             call,
             deadline,
             is_begun,
+            board_use,
             polls,
             index,
             step,
@@ -223,7 +227,7 @@ impl<'a> Run<'a> {
         }
         while self.index < self.schedule.len() {
             while !self.is_step_done() {
-                let moved = self.move_bytes()?;
+                let moved = if self.board_use == BoardUse::Runs { self.move_on_board()? } else { self.move_bytes()? };
                 let next = self.polls.after(moved);
                 if self.wait(next, interrupt)? == Status::Paused {
                     return Ok(Status::Paused);
@@ -232,6 +236,7 @@ impl<'a> Run<'a> {
             self.index += 1;
             self.enter_step();
         }
+        self.end_on_board();
         Ok(Status::Done)
     }
 
@@ -254,6 +259,7 @@ impl<'a> Run<'a> {
 
     fn begin(&mut self) -> Result<(), Failure> {
         self.mesh.links.iter_mut().for_each(|link| link.begin_operation());
+        self.begin_on_board();
         self.dial_peers()?;
         for peer in 0..self.mesh.links.len() {
             // Frames of a peer that was ahead belong to this operation now, or are an error.
@@ -289,7 +295,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    fn is_step_done(&self) -> bool {
+    pub(super) fn is_step_done(&self) -> bool {
         self.mesh.sends.iter().chain(&self.mesh.recvs).all(|progress| progress.done)
     }
 
@@ -379,6 +385,7 @@ impl<'a> Run<'a> {
             if self.mesh.recvs[slot].bytes == total {
                 self.mesh.recvs[slot].done = true;
                 rx.transfers += 1;
+                self.note_board(&header);
             }
         }
         Ok(true)
@@ -416,7 +423,7 @@ impl<'a> Run<'a> {
 
     /// Return whether the rest of the schedule receives from `peer`.
     fn awaits(&self, peer: Rank) -> bool {
-        let open = open(self.step.recvs, &self.mesh.recvs).any(|recv| recv.peer == peer);
+        let open = open(self.step.recvs, &self.mesh.recvs).any(|recv| recv.peer == peer) && !self.has_posted(peer);
         open || self.later_steps().any(|step| step.recvs.iter().any(|recv| recv.peer == peer))
     }
 

@@ -58,7 +58,7 @@ impl SharedLink {
             Ok(0) if !self.is_ended => IoOutcome::WouldBlock,
             Ok(0) => IoOutcome::Ended,
             Ok(n) => {
-                self.bell.ring(self.duplex.peer_bell());
+                self.ring();
                 IoOutcome::Bytes(n)
             }
             Err(error) => broken(&error),
@@ -73,7 +73,7 @@ impl SharedLink {
         match self.tx.write(&[head, body]) {
             Ok(0) => IoOutcome::WouldBlock,
             Ok(n) => {
-                self.bell.ring(self.duplex.peer_bell());
+                self.ring();
                 IoOutcome::Bytes(n)
             }
             Err(error) => broken(&error),
@@ -106,7 +106,7 @@ impl SharedLink {
     /// Withdraw the references that the peer has not taken. Later ones count for nothing either.
     pub(super) fn withdraw(&mut self) {
         self.duplex.withdraw();
-        self.bell.ring(self.duplex.peer_bell());
+        self.ring();
     }
 
     /// Copy bytes of the peer's memory.
@@ -124,7 +124,7 @@ impl SharedLink {
     /// Tell the peer that all bytes of its reference are copied. Returns false if it has withdrawn it.
     pub(super) fn take_reference(&self) -> bool {
         let is_taken = self.duplex.take_reference();
-        self.bell.ring(self.duplex.peer_bell());
+        self.ring();
         is_taken
     }
 
@@ -136,6 +136,11 @@ impl SharedLink {
     /// Return whether a write would return something other than `WouldBlock`.
     pub(super) fn is_writable(&mut self) -> bool {
         self.is_ended || self.tx.room_bytes().map_or(true, |bytes| bytes > 0)
+    }
+
+    /// Wake the peer if it sleeps, after something was published for it.
+    pub(super) fn ring(&self) {
+        self.bell.ring(self.duplex.peer_bell());
     }
 
     /// Announce that this rank is about to sleep: the peer rings its bell from now on.

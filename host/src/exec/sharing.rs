@@ -32,7 +32,7 @@ use std::time::{Duration, Instant};
 use sumac_hal::ctrl::secure;
 use sumac_hal::ids::{ChildIndex, GroupId, Rank};
 use sumac_hal::op::{OpDesc, Path};
-use sumac_hal::shm::{Bell, Connection, Duplex, DuplexError, Listener, Message, Received, SocketError};
+use sumac_hal::shm::{Bell, Board, Connection, Duplex, DuplexError, Listener, Message, Received, SocketError};
 
 /// What a mesh needs to share memory with others.
 #[derive(Debug)]
@@ -77,6 +77,8 @@ enum Step {
     Incomplete,
     /// It has handed over everything.
     Arrived(Rank, Purpose, Duplex, Bell),
+    /// It has handed over the board.
+    Board(Board),
     /// It is not a rank's, or has failed.
     Dropped(&'static str),
 }
@@ -218,6 +220,10 @@ impl Mesh {
                 drop(sharing.arrivals.remove(index));
                 self.refusals.note(self.place.rank(), why);
             }
+            Step::Board(board) => {
+                drop(sharing.arrivals.remove(index));
+                self.take_board(board);
+            }
             Step::Arrived(peer, purpose, duplex, bell) => {
                 let connection = sharing.arrivals.remove(index).connection;
                 let end = LinkEnd { peer, purpose, has_dialled: false };
@@ -329,7 +335,8 @@ fn advance(arrival: &mut Arrival, (secret, place): (&JobSecret, Place)) -> Step 
         };
         match (message, file, arrival.place, arrival.memory.take()) {
             (Message::Attach { group, child, key }, None, None, None) => {
-                let purpose = [Purpose::Peer, Purpose::PointToPoint].into_iter().find(|of| of.to_wire() == child.0);
+                let purposes = [Purpose::Peer, Purpose::PointToPoint, Purpose::Board];
+                let purpose = purposes.into_iter().find(|of| of.to_wire() == child.0);
                 let (Some(purpose), peer) = (purpose, Rank(group.0)) else {
                     return Step::Dropped("their memory has no purpose");
                 };
@@ -338,6 +345,12 @@ fn advance(arrival: &mut Arrival, (secret, place): (&JobSecret, Place)) -> Step 
                     return Step::Dropped("they do not know the job's secret");
                 }
                 arrival.place = Some((purpose, peer));
+            }
+            (Message::Memory { .. }, Some(memory), Some((Purpose::Board, peer)), None) => {
+                return match Board::open(memory, place.ranks(), place.rank().0) {
+                    Ok(board) if peer == Rank(0) => Step::Board(board),
+                    _ => Step::Dropped("their board is not usable"),
+                };
             }
             (Message::Memory { .. }, Some(memory), Some(_), None) => arrival.memory = Some(memory),
             (Message::Bell { .. }, Some(bell), Some((purpose, peer)), Some(memory)) => {

@@ -2,6 +2,7 @@
 //!
 //! The other process is this test program again, running only `other_process` with a role in its environment.
 
+mod board;
 mod duplex;
 mod processes;
 mod signals;

@@ -1,0 +1,277 @@
+//! Short collectives on the board: when it is used, values against the oracle, and ranks that differ, sleep or leave.
+
+use super::tests::{connected_meshes, context, contribution, expected, meshes, on_ranks, secret, with_memory};
+use super::*;
+use crate::schedule::tree::Tree;
+use crate::schedule::{Place, Schedule, one_shot, ring};
+use std::thread;
+use std::time::{Duration, Instant};
+use sumac_hal::ctrl::Order;
+use sumac_hal::ids::Rank;
+use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
+use sumac_hal::reduce::Kernel;
+use sumac_hal::ring::SpinPolicy;
+use sumac_hal::shm::Board;
+
+fn flat(place: Place) -> Tree {
+    Tree::flat(place.ranks(), Order::TreeFold).expect("a tree")
+}
+
+fn run(mesh: &mut Mesh, op_index: u64, desc: OpDesc, schedule: &Schedule, buf: &mut [u8]) -> Result<(), ExecError> {
+    let kernel = desc.dtype.zip(desc.op).and_then(|(dtype, op)| Kernel::new(dtype, op));
+    execute(mesh, schedule, kernel.as_ref(), buf, &context(op_index, desc, Path::OneShot), &mut NoInterrupt)
+}
+
+fn sum(mesh: &mut Mesh, op_index: u64, count: usize) -> Result<Vec<u8>, ExecError> {
+    let (place, desc) = (mesh.place(), OpDesc::all_reduce(Dtype::I32, ReduceOp::Sum, count as u64));
+    let mut buf = (place.rank().0 as i32 + 1).to_le_bytes().repeat(count);
+    run(mesh, op_index, desc, &one_shot::all_reduce(place, count, &flat(place)), &mut buf)?;
+    Ok(buf)
+}
+
+fn barrier(mesh: &mut Mesh, op_index: u64) -> Result<(), ExecError> {
+    let schedule = one_shot::barrier(mesh.place());
+    run(mesh, op_index, OpDesc::barrier(), &schedule, &mut [])
+}
+
+/// Return meshes that use the board, and the number of operations so far.
+fn on_board(ranks: u32) -> (Vec<Mesh>, u64) {
+    let mut meshes = connected_meshes(ranks);
+    for op_index in 1..1000 {
+        on_ranks(&mut meshes, |mesh| barrier(mesh, op_index).expect("no error"));
+        let used: Vec<bool> = meshes.iter().map(Mesh::uses_board).collect();
+        assert!(used.iter().all(|uses| *uses == used[0]), "all ranks alike: {used:?}");
+        if used[0] {
+            return (meshes, op_index + 1);
+        }
+    }
+    panic!("no board: {:?}", meshes.iter().map(|mesh| &mesh.board).collect::<Vec<_>>());
+}
+
+#[test]
+fn every_type_operator_and_length_gives_the_reduction_on_the_board() {
+    for ranks in [2, 3, 7] {
+        let (mut meshes, first) = on_board(ranks);
+        on_ranks(&mut meshes, |mesh| {
+            let (place, mut op_index) = (mesh.place(), first);
+            for &dtype in Dtype::ALL {
+                for &op in ReduceOp::ALL.iter().filter(|&&op| Kernel::new(dtype, op).is_some()) {
+                    // The longest that fits, and one that does not.
+                    let desc = |count| OpDesc::all_reduce(dtype, op, count as u64);
+                    let most = Board::CAPACITY_BYTES / desc(1).element_bytes();
+                    for count in [0, 1, 5, most, most + 1] {
+                        let mine: Vec<u8> =
+                            (0..count).flat_map(|e| contribution(dtype, op, place.rank().0, e)).collect();
+                        let right: Vec<u8> = (0..count).flat_map(|e| expected(dtype, op, ranks, e)).collect();
+                        let mut buf = mine.clone();
+                        let all = one_shot::all_reduce(place, count, &flat(place));
+                        run(mesh, op_index, desc(count), &all, &mut buf).expect("no error");
+                        assert!(buf == right, "all-reduce {dtype} {op} x {count} at {}", place.rank());
+                        let root = Rank(op_index as u32 % ranks);
+                        let desc = OpDesc { root, ..OpDesc::reduce(dtype, op, root, count as u64) };
+                        buf.copy_from_slice(&mine);
+                        let reduce = one_shot::reduce(place, count, &flat(place), root);
+                        run(mesh, op_index + 1, desc, &reduce, &mut buf).expect("no error");
+                        assert!(place.rank() != root || buf == right, "reduce {dtype} {op} x {count} to {root}");
+                        op_index += 2;
+                    }
+                }
+            }
+        });
+    }
+}
+
+/// A root runs ahead of the others until they have read what it posted.
+#[test]
+fn broadcasts_gathers_and_other_algorithms_take_turns() {
+    let ranks = 4;
+    let (mut meshes, first) = on_board(ranks);
+    on_ranks(&mut meshes, |mesh| {
+        let place = mesh.place();
+        for op_index in first..first + 3000 {
+            let root = Rank((op_index / 11) as u32 % ranks);
+            let sent: Vec<u8> = (0..40).map(|at| (op_index + at) as u8).collect();
+            match op_index % 11 {
+                8 => {
+                    let mut buf = vec![0; 4 * ranks as usize];
+                    buf[place.rank().0 as usize * 4..][..4].fill(op_index as u8 ^ place.rank().0 as u8);
+                    let desc = OpDesc::all_gather(Dtype::U8, 4 * u64::from(ranks));
+                    run(mesh, op_index, desc, &one_shot::all_gather(place, buf.len()), &mut buf).expect("no error");
+                    let right = (0..ranks).flat_map(|rank| [op_index as u8 ^ rank as u8; 4]);
+                    assert!(buf.iter().copied().eq(right), "{buf:?}");
+                }
+                9 => {
+                    let mut buf = 1_i32.to_le_bytes().repeat(9);
+                    let ctx = context(op_index, OpDesc::all_reduce(Dtype::I32, ReduceOp::Sum, 9), Path::Ring);
+                    let kernel = Kernel::new(Dtype::I32, ReduceOp::Sum);
+                    let schedule = ring::all_reduce(place, 9);
+                    execute(mesh, &schedule, kernel.as_ref(), &mut buf[..], &ctx, &mut NoInterrupt).expect("no error");
+                    assert_eq!(buf, 4_i32.to_le_bytes().repeat(9));
+                }
+                10 => barrier(mesh, op_index).expect("no error"),
+                _ => {
+                    let mut buf = if place.rank() == root { sent.clone() } else { vec![0; 40] };
+                    let desc = OpDesc::broadcast(Dtype::U8, root, 40);
+                    run(mesh, op_index, desc, &one_shot::broadcast(place, 40, root), &mut buf).expect("no error");
+                    assert_eq!(buf, sent);
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn sleeping_ranks_are_woken_by_posts_and_by_readers() {
+    let ranks = 3;
+    let (mut meshes, first) = on_board(ranks);
+    // Each wait sleeps.
+    meshes.iter_mut().for_each(|mesh| mesh.waiting = SpinPolicy::NONE);
+    on_ranks(&mut meshes, |mesh| {
+        let place = mesh.place();
+        for op_index in first..first + 400 {
+            if op_index % 50 == 7 && place.rank() == Rank((op_index / 50) as u32 % ranks) {
+                // Long enough for the others to sleep.
+                thread::park_timeout(Duration::from_millis(2));
+            }
+            if op_index % 10 == 0 {
+                assert_eq!(sum(mesh, op_index, 2).expect("no error"), 6_i32.to_le_bytes().repeat(2));
+                continue;
+            }
+            let mut buf = [op_index as u8; 8];
+            if place.rank() != Rank(1) {
+                buf.fill(0);
+            }
+            let desc = OpDesc::broadcast(Dtype::U8, Rank(1), 8);
+            run(mesh, op_index, desc, &one_shot::broadcast(place, 8, Rank(1)), &mut buf).expect("no error");
+            assert_eq!(buf, [op_index as u8; 8]);
+        }
+    });
+}
+
+#[test]
+fn different_calls_are_a_mismatch_on_all_ranks() {
+    let other: [fn(&mut Mesh, u64) -> Result<(), ExecError>; 4] = [
+        // On the board as well, with another length, or sending nothing.
+        |mesh, op_index| sum(mesh, op_index, 5).map(|_| ()),
+        |mesh, op_index| {
+            let schedule = one_shot::broadcast(mesh.place(), 8, Rank(0));
+            run(mesh, op_index, OpDesc::broadcast(Dtype::U8, Rank(0), 8), &schedule, &mut [0; 8])
+        },
+        // Over the connections: too long, or another algorithm.
+        |mesh, op_index| sum(mesh, op_index, 100_000).map(|_| ()),
+        |mesh, op_index| {
+            let ctx = context(op_index, OpDesc::all_reduce(Dtype::I32, ReduceOp::Sum, 4), Path::Ring);
+            let (schedule, kernel) = (ring::all_reduce(mesh.place(), 4), Kernel::new(Dtype::I32, ReduceOp::Sum));
+            execute(mesh, &schedule, kernel.as_ref(), &mut [0; 16][..], &ctx, &mut NoInterrupt)
+        },
+    ];
+    for (nth, other) in other.into_iter().enumerate() {
+        for ranks in [2, 3] {
+            let (mut meshes, first) = on_board(ranks);
+            let results = on_ranks(&mut meshes, |mesh| {
+                if mesh.place().rank() == Rank(1) { other(mesh, first) } else { sum(mesh, first, 4).map(|_| ()) }
+            });
+            for result in results {
+                assert!(matches!(result, Err(ExecError::Mismatch { .. })), "call {nth}, {ranks} ranks: {result:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn rank_that_leaves_after_its_post_is_no_error_and_before_it_is_named() {
+    let (mut meshes, first) = on_board(2);
+    let (mut left, mut stays) = (meshes.pop().expect("rank 1"), meshes.pop().expect("rank 0"));
+    thread::scope(|scope| {
+        scope.spawn(move || {
+            sum(&mut left, first, 3).expect("no error");
+            drop(left);
+        });
+        // It has read rank 0's post, and rank 0 reads its post even when it is gone.
+        assert_eq!(sum(&mut stays, first, 3).expect("no error"), 3_i32.to_le_bytes().repeat(3));
+    });
+    assert_eq!(sum(&mut stays, first + 1, 3), Err(ExecError::RankLost { rank: Rank(1) }));
+}
+
+#[test]
+fn abort_of_a_rank_reaches_those_on_the_board() {
+    struct GivesUp(Instant);
+    impl Interrupt for GivesUp {
+        fn poll_fd(&self) -> Option<std::os::fd::BorrowedFd<'_>> {
+            None
+        }
+        fn check(&mut self) -> Result<std::ops::ControlFlow<()>, ExecError> {
+            Err(ExecError::Interrupted { rank: Rank(2), reason: "enough".into() })
+        }
+        fn wake_at(&self) -> Option<Instant> {
+            Some(self.0)
+        }
+    }
+    let (mut meshes, first) = on_board(3);
+    // Rank 1 stays away: the others wait for it, until rank 2 gives up.
+    let _away = meshes.remove(1);
+    let results = on_ranks(&mut meshes, |mesh| {
+        if mesh.place().rank() == Rank(0) {
+            return sum(mesh, first, 3);
+        }
+        let (place, desc) = (mesh.place(), OpDesc::all_reduce(Dtype::I32, ReduceOp::Sum, 3));
+        let (schedule, kernel) = (one_shot::all_reduce(place, 3, &flat(place)), Kernel::new(Dtype::I32, ReduceOp::Sum));
+        let ctx = context(first, desc, Path::OneShot);
+        execute(mesh, &schedule, kernel.as_ref(), &mut [0; 12][..], &ctx, &mut GivesUp(Instant::now()))
+            .map(|()| Vec::new())
+    });
+    let error = Err(ExecError::Interrupted { rank: Rank(2), reason: "enough".into() });
+    assert_eq!(results, [error.clone(), error]);
+}
+
+#[test]
+fn ranks_without_shared_memory_use_no_board() {
+    with_memory(SharedMemory::Avoid, || {
+        let mut meshes = connected_meshes(3);
+        on_ranks(&mut meshes, |mesh| (1..100).for_each(|op_index| barrier(mesh, op_index).expect("no error")));
+        assert!(meshes.iter().all(|mesh| !mesh.uses_board()));
+    });
+    // One of them shares none.
+    let mut meshes = meshes(3);
+    meshes[2].sharing = Err("not in this test".into());
+    for op_index in 0..100 {
+        on_ranks(&mut meshes, |mesh| barrier(mesh, op_index).expect("no error"));
+    }
+    assert!(meshes.iter().all(|mesh| !mesh.uses_board()));
+}
+
+#[test]
+fn board_of_a_stranger_or_of_another_rank_is_refused() {
+    use super::auth::{Purpose, shared_key, shared_name};
+    use sumac_hal::ids::{ChildIndex, GroupId};
+    use sumac_hal::shm::{Connection, Message};
+    let mut meshes = connected_meshes(3);
+    let name = shared_name(&secret(), Rank(2), meshes[2].addresses[2]);
+    let key = |purpose, from| shared_key(&secret(), purpose, Rank(from), Rank(2));
+    let offers = [
+        (key(Purpose::Board, 0) ^ 1, 0, 3),
+        (key(Purpose::Peer, 0), 0, 3),
+        (key(Purpose::Board, 1), 1, 3),
+        (key(Purpose::Board, 0), 0, 4),
+    ];
+    let connections: Vec<_> = offers
+        .into_iter()
+        .map(|(key, from, members)| {
+            let connection = Connection::open(&name, Duration::from_secs(60)).expect("rank 2 listens");
+            let (board, child) = (Board::create(members).expect("memory"), ChildIndex(Purpose::Board.to_wire()));
+            let _ = connection.send(&Message::Attach { group: GroupId(from), child, key }, None);
+            let _ = connection.send(&Message::Memory { handle: 0 }, Some(board.file()));
+            connection
+        })
+        .collect();
+    for op_index in 1..=200 {
+        on_ranks(&mut meshes, |mesh| {
+            let ctx = context(op_index, OpDesc::all_reduce(Dtype::I32, ReduceOp::Sum, 3), Path::Ring);
+            let (schedule, kernel) = (ring::all_reduce(mesh.place(), 3), Kernel::new(Dtype::I32, ReduceOp::Sum));
+            execute(mesh, &schedule, kernel.as_ref(), &mut [0; 12][..], &ctx, &mut NoInterrupt).expect("no error");
+        });
+    }
+    assert!(meshes[2].board.board.is_none(), "none of these is rank 0's");
+    assert_eq!(meshes[2].foreign_dropped(), offers.len() as u64);
+    drop(connections);
+}
