@@ -148,9 +148,11 @@ fn sleeping_ranks_are_woken_by_posts_and_by_readers() {
     });
 }
 
+type Other = fn(&mut Mesh, u64) -> Result<(), ExecError>;
+
 #[test]
 fn different_calls_are_a_mismatch_on_all_ranks() {
-    let other: [fn(&mut Mesh, u64) -> Result<(), ExecError>; 4] = [
+    let other: [Other; 4] = [
         // On the board as well, with another length, or sending nothing.
         |mesh, op_index| sum(mesh, op_index, 5).map(|_| ()),
         |mesh, op_index| {
