@@ -114,7 +114,8 @@ fn message_that_cannot_be_started_returns_its_values() {
         comm.barrier().expect("rejections have no effect");
         comm.canceller().cancel();
         let error = send(1 - comm.rank());
-        assert!(matches!(error, Error::Cancelled | Error::Ended(_)), "{error:#?}");
+        // The other rank may have cancelled first.
+        assert!(matches!(error, Error::Cancelled | Error::Ended(_) | Error::RanksFailed { .. }), "{error:#?}");
     });
 }
 
