@@ -3,7 +3,7 @@
 //!
 //! Where all ranks are on one machine, rank 0 creates a board and hands it to the others over their Unix sockets
 //! ([`super::sharing`]). A rank that has it says so in its frames. An operation in which every rank hears of every
-//! other settles it for all alike: if all frames of one said so, the operations after it use the board ([`agrees`]).
+//! other settles it for all alike: if all frames of one said so, the operations after it use the board.
 //!
 //! On the board, a rank posts what the schedule's only step sends, once for all, and reads what it receives. The
 //! operation is checked as in frames: a post that belongs to another one is a mismatch, and its description says to
@@ -12,7 +12,7 @@
 //!
 //! Invariants:
 //! - All ranks use the board for the same operations: what decides is their calls, and frames that all have received.
-//! - Each of these operations is one round of the board, for ranks that post nothing too.
+//! - Each of these operations is one round of the board, in which every rank reads every other's post.
 
 use super::auth::{Purpose, shared_key, shared_name};
 use super::error::{Call, ExecError};
@@ -92,26 +92,18 @@ impl Mesh {
     }
 }
 
-/// Return whether an operation by an algorithm runs on the board of a machine's ranks, so many: in its only step, who
-/// sends sends the same to all.
+/// Return whether an operation by an algorithm runs on the board of a machine's ranks, so many.
 pub(crate) fn is_for_board(desc: &OpDesc, path: Path, ranks: u32) -> bool {
-    let is_same_to_all = matches!(
-        desc.collective,
-        Collective::AllReduce
-            | Collective::Reduce
-            | Collective::Broadcast
-            | Collective::AllGather
-            | Collective::Barrier
-    );
     let len_bytes = desc.count.saturating_mul(desc.element_bytes() as u64);
-    let is_one_post = is_same_to_all && len_bytes <= Board::CAPACITY_BYTES as u64;
-    path == Path::OneShot && is_one_post && (2..=Board::MEMBERS_MAX).contains(&ranks)
+    let is_short = len_bytes <= Board::CAPACITY_BYTES as u64;
+    is_from_all(desc.collective, path) && is_short && (2..=Board::MEMBERS_MAX).contains(&ranks)
 }
 
-/// Return whether in an operation on the connections every rank receives a frame of every other.
-fn agrees(call: &Call) -> bool {
-    let is_from_all = matches!(call.collective, Collective::AllReduce | Collective::AllGather | Collective::Barrier);
-    call.path == Path::OneShot && is_from_all
+/// Return whether every rank sends the same to all, and hears of every other: a call that differs is always noticed.
+/// The roots of two different broadcasts would read nothing of each other.
+const fn is_from_all(collective: Collective, path: Path) -> bool {
+    matches!(path, Path::OneShot)
+        && matches!(collective, Collective::AllReduce | Collective::AllGather | Collective::Barrier)
 }
 
 /// What a rank posts with: its operation, so that another one is noticed.
@@ -130,7 +122,10 @@ impl Run<'_> {
             }
             return;
         }
-        if !agrees(&self.call) || mesh.sharing.is_err() || mesh.place.ranks() > Board::MEMBERS_MAX {
+        if !is_from_all(self.call.collective, self.call.path)
+            || mesh.sharing.is_err()
+            || mesh.place.ranks() > Board::MEMBERS_MAX
+        {
             return;
         }
         let is_all_shared = mesh.is_all_shared();

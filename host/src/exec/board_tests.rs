@@ -81,7 +81,7 @@ fn every_type_operator_and_length_gives_the_reduction_on_the_board() {
     }
 }
 
-/// A root runs ahead of the others until they have read what it posted.
+/// Those on the board, and those over connections, where a root runs ahead.
 #[test]
 fn broadcasts_gathers_and_other_algorithms_take_turns() {
     let ranks = 4;
@@ -121,7 +121,7 @@ fn broadcasts_gathers_and_other_algorithms_take_turns() {
 }
 
 #[test]
-fn sleeping_ranks_are_woken_by_posts_and_by_readers() {
+fn sleeping_ranks_are_woken_by_posts() {
     let ranks = 3;
     let (mut meshes, first) = on_board(ranks);
     // Each wait sleeps.
@@ -178,6 +178,19 @@ fn different_calls_are_a_mismatch_on_all_ranks() {
             }
         }
     }
+}
+
+/// Each sends to the other and receives nothing: noticed by the operation that follows.
+#[test]
+fn broadcasts_from_different_roots_are_a_mismatch() {
+    let (mut meshes, first) = on_board(2);
+    let results = on_ranks(&mut meshes, |mesh| {
+        let own = mesh.place().rank();
+        let schedule = one_shot::broadcast(mesh.place(), 8, own);
+        run(mesh, first, OpDesc::broadcast(Dtype::U8, own, 8), &schedule, &mut [0; 8])?;
+        sum(mesh, first + 1, 3).map(|_| ())
+    });
+    assert!(results.iter().all(|result| matches!(result, Err(ExecError::Mismatch { .. }))), "{results:?}");
 }
 
 #[test]
