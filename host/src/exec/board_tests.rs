@@ -193,6 +193,18 @@ fn broadcasts_from_different_roots_are_a_mismatch() {
     assert!(results.iter().all(|result| matches!(result, Err(ExecError::Mismatch { .. }))), "{results:?}");
 }
 
+/// A rank of the job that does not keep to the rules: it is named.
+#[test]
+fn garbage_on_the_board_ends_the_operation_with_a_named_rank() {
+    for description in [[0xff; 64], [0; 64]] {
+        let (mut meshes, first) = on_board(2);
+        let (mut mesh, mut hostile) = (meshes.remove(0), meshes.remove(0));
+        assert!(hostile.board.board.as_mut().expect("it is agreed").post(7, &description, &[1; 99]));
+        let result = sum(&mut mesh, first, 3);
+        assert!(matches!(&result, Err(ExecError::Protocol { rank: Rank(1), .. })), "{result:?}");
+    }
+}
+
 #[test]
 fn rank_that_leaves_after_its_post_is_no_error_and_before_it_is_named() {
     let (mut meshes, first) = on_board(2);

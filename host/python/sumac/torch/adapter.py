@@ -46,6 +46,9 @@ def load() -> tuple[Any, str]:
     place = path()
     if not place.exists():
         return None, f"none for torch {torch.__version__} in {place.parent}: {COMMAND}"
+    owner = place.stat().st_uid
+    if owner not in (0, os.getuid()):
+        return None, f"{place} belongs to user {owner}, who is neither this one nor root: {COMMAND}, in another folder"
     try:
         return _import(place), f"built for torch {torch.__version__}"
     except ImportError as error:

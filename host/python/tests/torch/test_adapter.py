@@ -111,6 +111,17 @@ def test_broken_adapter_is_not_taken_and_named(tmp_path, monkeypatch):
     assert module is None and "cannot be loaded, build it again by python -m sumac.torch build" in status
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
+def test_adapter_of_another_user_is_not_taken(tmp_path, monkeypatch):
+    from sumac.torch import adapter
+
+    monkeypatch.setenv(adapter.SETTING, str(tmp_path))
+    adapter.path().write_bytes(b"theirs")
+    os.chown(adapter.path(), 65534, 65534)
+    module, status = adapter.load.__wrapped__()
+    assert module is None and "belongs to user 65534" in status
+
+
 def test_build_that_fails_names_the_cause_and_leaves_nothing(tmp_path):
     for env, why in [({"CXX": "no-compiler"}, "CXX names a compiler"), ({"CXX": "c++ -DTORCH_STABLE_ONLY"}, "status 1")]:
         ended = build(tmp_path, **env)
