@@ -158,6 +158,7 @@ pub mod select;
 pub mod testing;
 pub mod topo;
 pub mod transport;
+mod wait_policy;
 
 /// Harnesses for simulators, which carry messages themselves: recovery, and started operations.
 #[cfg(feature = "snapshot")]
@@ -182,3 +183,4 @@ pub use sumac_hal::op::{Collective, Dtype, OpDesc, Path, ReduceOp};
 pub use sumac_hal::traffic_class::TrafficClass;
 pub use sumac_hal::udp::{Offload, UdpConfig};
 pub use sumac_hal::wire::RankMask;
+pub use wait_policy::WaitPolicy;

@@ -18,9 +18,9 @@ pub enum Pause {
 /// How often to spin and to yield before sleeping.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SpinPolicy {
-    /// The number of polls without a pause.
+    /// The number of polls without a pause; `u32::MAX` means without end.
     pub spins: u32,
-    /// The number of polls after those that yield first.
+    /// The number of polls after those that yield first; `u32::MAX` means without end.
     pub yields: u32,
 }
 
@@ -54,9 +54,9 @@ impl SpinPolicy {
 
     /// Return what to do after `polls` earlier polls that found nothing.
     pub const fn after(&self, polls: u32) -> Pause {
-        if polls < self.spins {
+        if polls < self.spins || self.spins == u32::MAX {
             Pause::Spin
-        } else if polls - self.spins < self.yields {
+        } else if polls - self.spins < self.yields || self.yields == u32::MAX {
             Pause::Yield
         } else {
             Pause::Sleep
@@ -77,5 +77,7 @@ mod tests {
         let pauses: Vec<_> = (0..4).map(|polls| policy.after(polls)).collect();
         assert_eq!(pauses, [Pause::Spin, Pause::Spin, Pause::Yield, Pause::Sleep]);
         assert_eq!(policy.after(u32::MAX), Pause::Sleep);
+        let endless = |spins, yields| SpinPolicy { spins, yields }.after(u32::MAX);
+        assert_eq!((endless(u32::MAX, 0), endless(0, u32::MAX)), (Pause::Spin, Pause::Yield));
     }
 }

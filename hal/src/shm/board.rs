@@ -24,10 +24,10 @@
 
 use super::{BarMemory, MemoryError};
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 /// The number of rounds that a member may be ahead of the slowest.
-const ROUNDS: u64 = 4;
+const ROUNDS: u64 = Board::ROUNDS_AHEAD;
 
 /// Processors fetch lines in pairs.
 const LINES_BYTES: usize = 128;
@@ -83,6 +83,9 @@ pub struct Board {
 impl Board {
     /// The maximum number of bytes that a member can post.
     pub const CAPACITY_BYTES: usize = 2048;
+
+    /// The number of rounds that a member may be ahead of the slowest.
+    pub const ROUNDS_AHEAD: u64 = 4;
 
     /// The maximum number of members.
     pub const MEMBERS_MAX: u32 = 64;
@@ -162,15 +165,16 @@ impl Board {
         is_posted.then(|| u64::from_le(self.word(cell + 8).load(Ordering::Relaxed)))
     }
 
-    /// Read what a member has posted in this round.
+    /// Read what a member has posted in this round, from byte `start` of it on.
     ///
     /// # Panics
     /// If there is no such member, or it is more than a cell holds.
     #[track_caller]
-    pub fn read(&self, member: u32, bytes: &mut [u8]) {
-        assert!(bytes.len() <= Self::CAPACITY_BYTES, "{} bytes exceed a cell", bytes.len());
-        let at = self.cell_at(member) + BYTES_AT;
-        if bytes.len() > WORDS_MAX_BYTES {
+    pub fn read(&self, member: u32, start: usize, bytes: &mut [u8]) {
+        let fits = start.checked_add(bytes.len()).is_some_and(|end| end <= Self::CAPACITY_BYTES);
+        assert!(fits, "{} bytes from {start} on exceed a cell", bytes.len());
+        let at = self.cell_at(member) + BYTES_AT + start;
+        if bytes.len() > WORDS_MAX_BYTES || !start.is_multiple_of(8) {
             self.memory.read(at, bytes);
             return;
         }
@@ -180,15 +184,21 @@ impl Board {
         }
     }
 
-    /// Return the description of what a member has posted in this round.
+    /// Return the description of what a member has posted in this round, or so many rounds `before` it. `None` if it
+    /// has posted nothing in that round, or its cell was written again.
     ///
     /// # Panics
     /// If there is no such member.
     #[track_caller]
-    pub fn description_of(&self, member: u32) -> [u8; DESCRIPTION_BYTES] {
+    pub fn description_of(&self, member: u32, before: u64) -> Option<[u8; DESCRIPTION_BYTES]> {
+        let round = self.round.checked_sub(before)?;
+        let cell = self.cell_of(member, round);
+        let is_of_round = || u64::from_le(self.word(cell).load(Ordering::Acquire)) == round;
         let mut description = [0; DESCRIPTION_BYTES];
-        self.memory.read(self.cell_at(member) + CELL_BYTES - DESCRIPTION_BYTES, &mut description);
-        description
+        let was_of_round = is_of_round();
+        self.memory.read(cell + CELL_BYTES - DESCRIPTION_BYTES, &mut description);
+        fence(Ordering::Acquire);
+        (was_of_round && is_of_round()).then_some(description)
     }
 
     /// End this round, once everything is read. `all_posted`: this member has seen a post of each other one.
@@ -218,7 +228,11 @@ impl Board {
     }
 
     fn cell_at(&self, member: u32) -> usize {
-        self.member_at(member) + LINES_BYTES + (self.round % ROUNDS) as usize * CELL_BYTES
+        self.cell_of(member, self.round)
+    }
+
+    fn cell_of(&self, member: u32, round: u64) -> usize {
+        self.member_at(member) + LINES_BYTES + (round % ROUNDS) as usize * CELL_BYTES
     }
 
     fn member_at(&self, member: u32) -> usize {

@@ -34,6 +34,9 @@ pub enum WaitError {
     System(Errno),
 }
 
+/// How often a thread polls between two looks at the clock.
+const DEADLINE_POLLS: u32 = 64;
+
 /// Wake the thread that sleeps on a doorbell, after something was published for it.
 pub fn ring(bell: Doorbell<&AtomicU32>) {
     if bell.ring() {
@@ -76,7 +79,15 @@ impl Waiter {
             if ready() {
                 return Ok(true);
             }
-            match self.spin.after(polls) {
+            let pause = self.spin.after(polls);
+            let is_awake = pause != Pause::Sleep;
+            if is_awake
+                && polls % DEADLINE_POLLS == DEADLINE_POLLS - 1
+                && deadline.is_some_and(|at| at <= Instant::now())
+            {
+                return Ok(false);
+            }
+            match pause {
                 Pause::Spin => std::hint::spin_loop(),
                 Pause::Yield => thread::yield_now(),
                 Pause::Sleep => {

@@ -261,6 +261,7 @@ ENVIRONMENT
   SUMAC_ALGO           algorithm of calls that name none [default: auto]
   SUMAC_DEADLINE       deadline of calls that name none, in seconds [default: 60]
   SUMAC_STRAGGLER      wait, deadline:SECONDS or partial:SECONDS [default: wait]
+  SUMAC_WAIT_POLICY    how to wait for processes of this machine: auto, spin, yield or sleep [default: auto]
   SUMAC_HIERARCHICAL   1 to combine ranks that share a host there first, 0 not to [default: 1]
   SUMAC_TREES          most trees to spread large operations over; 0: as many as are faster [default: 0]
   SUMAC_RECOVER        1 to recover from lost devices, 0 to fail [default: 1]

@@ -9,7 +9,7 @@ use sumac_hal::dma::Profile;
 use sumac_hal::op::ReduceOp;
 use thiserror::Error;
 
-pub(crate) use sumac::{Algo, Transport};
+pub(crate) use sumac::{Algo, Transport, WaitPolicy};
 
 /// A value that a command or build can never serve: why, and what to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
@@ -142,6 +142,14 @@ pub(crate) fn array_op_parser() -> impl TypedValueParser<Value = ReduceOp> {
     let plain = |op: &&ReduceOp| !op.is_located() && **op != ReduceOp::PremulSum;
     let names = ReduceOp::ALL.iter().filter(plain).map(|op| op.name());
     PossibleValuesParser::new(names).try_map(|name| ReduceOp::from_name(&name).ok_or(Unknown))
+}
+
+/// Parse the name of a wait policy.
+pub(crate) fn wait_policy_parser() -> impl TypedValueParser<Value = WaitPolicy> {
+    PossibleValuesParser::new(WaitPolicy::NAMES.map(|(name, _)| name)).try_map(|given| {
+        let found = WaitPolicy::NAMES.iter().find(|(name, _)| *name == given);
+        found.map(|&(_, policy)| policy).ok_or(Unknown)
+    })
 }
 
 /// The order of reduction, by its name on the command line.

@@ -137,13 +137,14 @@ fn json_has_the_figures_of_both_placements() {
 
 #[test]
 fn json_repeats_the_row() {
-    let args = "--json -b 4K -e 4K -n 3 -w 2 --ranks 2 --levels 1 --order pairwise --algo tree --transport udp";
+    let args = "--json -b 4K -e 4K -n 3 -w 2 --ranks 2 --levels 1 --order pairwise --algo tree --transport udp \
+                --wait-policy yield";
     let output = perf_with(args, &["--chaos", "--delay 1us..2us"]);
     let [row] = &json_rows(&output)[..] else { panic!("one row: {}", stdout(&output)) };
     let expected = serde_json::json!({
         "iterations": 3, "warmup_iterations": 2, "check": "every", "buffers": "both", "memory": "registered",
-        "order": "pairwise", "requested_transport": "udp", "levels": 1, "devices": 1, "emulated_devices": 1,
-        "shards": 1, "bind": true, "version": env!("CARGO_PKG_VERSION"),
+        "order": "pairwise", "requested_transport": "udp", "wait_policy": "yield", "levels": 1, "devices": 1,
+        "emulated_devices": 1, "shards": 1, "bind": true, "version": env!("CARGO_PKG_VERSION"),
         "command": format!("sumac perf {args} --chaos '--delay 1us..2us'").split_whitespace().collect::<Vec<_>>().join(" "),
     });
     for (key, value) in expected.as_object().expect("an object") {

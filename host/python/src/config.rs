@@ -38,7 +38,7 @@ pub(crate) fn join_config(py: Python<'_>, settings: &Bound<'_, PyDict>) -> PyRes
 }
 
 /// What [`join`](crate::communicator::join) takes, each by the name and in the format of [`JoinConfig::set`].
-const SETTINGS: [&str; 20] = [
+const SETTINGS: [&str; 21] = [
     "controller",
     "embedded_controller",
     "key",
@@ -59,6 +59,7 @@ const SETTINGS: [&str; 20] = [
     "tenant",
     "straggler",
     "progress",
+    "wait_policy",
 ];
 
 fn set(config: &mut JoinConfig, name: &str, value: &Bound<'_, PyAny>) -> PyResult<()> {

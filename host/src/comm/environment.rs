@@ -17,6 +17,7 @@ use crate::controller::keys::{parse_key, read_key};
 use crate::controller::proto::check_tenant;
 use crate::controller::{TREES_MAX, resolve_all};
 use crate::local_address;
+use crate::wait_policy::WaitPolicy;
 use file::read_with;
 use std::fmt;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
@@ -104,6 +105,7 @@ impl JoinConfig {
     /// | `tenant` | `SUMAC_TENANT` | default `default` |
     /// | `wait_for_tree` | `SUMAC_WAIT_FOR_TREE` | seconds |
     /// | `progress` | `SUMAC_PROGRESS` | `caller` or `thread` |
+    /// | `wait_policy` | `SUMAC_WAIT_POLICY` | `auto`, `spin`, `yield` or `sleep` |
     /// | `straggler` | `SUMAC_STRAGGLER` | `wait`, `deadline:SECONDS` or `partial:SECONDS` |
     ///
     /// Seconds may have decimals. [`UdpConfig::loopback_at`](sumac_hal::udp::UdpConfig::loopback_at), which only
@@ -267,6 +269,7 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
         set(&mut config.hierarchical, switch("SUMAC_HIERARCHICAL")?);
         let progress = [("caller", Progress::Caller), ("thread", Progress::Thread)];
         set(&mut config.progress, self.one_of("SUMAC_PROGRESS", &progress)?.map(Some));
+        set(&mut config.wait_policy, self.one_of("SUMAC_WAIT_POLICY", &WaitPolicy::NAMES)?);
         set(&mut config.trees, self.parsed("SUMAC_TREES", "a number of trees")?);
         if let Some(value) = (self.0)("SUMAC_STRAGGLER") {
             config.straggler = straggler(&value).ok_or_else(|| {
@@ -366,7 +369,7 @@ fn warning(name: &str) -> Option<Warning> {
 const TESTS: &str = "SUMAC_TEST_";
 
 /// All variables that something reads: [`JoinConfig::from_env`], devices, and the `sumac` command.
-const KNOWN: [&str; 40] = [
+const KNOWN: [&str; 41] = [
     "SUMAC_ALGO",
     "SUMAC_BIND",
     "SUMAC_CARDS",
@@ -406,6 +409,7 @@ const KNOWN: [&str; 40] = [
     "SUMAC_UDP_SPIN_US",
     "SUMAC_VERBS",
     "SUMAC_WAIT_FOR_TREE",
+    "SUMAC_WAIT_POLICY",
     "SUMAC_WORLD",
 ];
 

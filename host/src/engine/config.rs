@@ -10,6 +10,7 @@ use crate::local_address::{self, InterfaceFilter, LocalAddressError};
 use crate::select::Algo;
 use crate::transport::local::{HostDevices, default_host_devices};
 use crate::transport::memory::AttachError;
+use crate::wait_policy::WaitPolicy;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
@@ -95,6 +96,8 @@ pub struct JoinConfig {
     /// contribution a host goes up. Takes effect on hosts of which all ranks have it, and have
     /// [`host_devices`](Self::host_devices). Must be the same on all ranks. Default true.
     pub hierarchical: bool,
+    /// How the rank waits for other processes of its machine. Default [`WaitPolicy::Auto`].
+    pub wait_policy: WaitPolicy,
     /// The maximum number of trees to spread large operations over; at most
     /// [`TREES_MAX`](crate::controller::TREES_MAX).
     /// Several trees raise the rate where the ports of devices limit it, as where devices are DPUs. With a fabric, the
@@ -149,6 +152,7 @@ impl JoinConfig {
             wait_for_tree: Duration::ZERO,
             straggler: Straggler::Wait,
             hierarchical: true,
+            wait_policy: WaitPolicy::Auto,
             trees: 0,
             progress: None,
             host_devices: default_host_devices(),

@@ -59,7 +59,8 @@ pub(crate) fn join_as(mut config: JoinConfig, stripe: Option<StripeOf>) -> Resul
     let ranks_per_host = ranks_per_host(membership.mesh.iter().map(SocketAddr::ip));
     let secret = membership.secret;
     let memory = config.shared_memory();
-    let connections = Connections::new(Mesh::new(place, secret.clone(), listener, membership.mesh, memory)?);
+    let mesh = Mesh::new(place, secret.clone(), listener, membership.mesh, memory)?;
+    let connections = Connections::new(mesh.with_wait_policy(config.wait_policy));
     let channel = (may_recover && world > 1).then(|| {
         let caller = Arc::clone(&notices);
         let on_view_change = move |epoch| caller.view_change_requested(epoch);
@@ -220,7 +221,8 @@ fn attach_to_tree(
     if tree.parents.is_empty() || tree.window_max == 0 {
         return Err(JoinError::Membership(format!("a tree with leaf {:?} but no address of it", tree.leaf)));
     }
-    let Some(mut attach_params) = attach_params(tree, (Rank(config.rank), config.world), ranks_here, table_version)
+    let Some(mut attach_params) =
+        attach_params(tree, (Rank(config.rank), config.world), (ranks_here, config.wait_policy), table_version)
     else {
         return Ok(packet_tree(config, tree, port, table_version));
     };

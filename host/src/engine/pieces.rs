@@ -86,8 +86,10 @@ impl Core {
         let broken = |what: String| Error::Argument(format!("cannot connect ranks for recovery: {what}"));
         let place = Place::new(Rank(own as u32), live.len() as u32).map_err(|error| broken(error.to_string()))?;
         let memory = self.data.config.shared_memory();
-        let mesh = Mesh::new(place, self.secret_of(ballot), listener, addresses, memory);
-        Ok(Survivors { connections: Connections::new(mesh.map_err(|error| broken(error.to_string()))?), live })
+        let mesh = Mesh::new(place, self.secret_of(ballot), listener, addresses, memory)
+            .map_err(|error| broken(error.to_string()))?
+            .with_wait_policy(self.data.config.wait_policy);
+        Ok(Survivors { connections: Connections::new(mesh), live })
     }
 
     /// Deliver the results of a piece to the ranks that need them.

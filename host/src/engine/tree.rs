@@ -7,6 +7,7 @@ use crate::exec::Buffers;
 use crate::recovery::RecoverySource;
 use crate::transport::memory::{AttachParams, Places, Transfer, ZeroCopyDriver};
 use crate::transport::packets::{self, CompletionInfo, EndpointError, EndpointStats, Event, OpId, TreeDriver};
+use crate::wait_policy::WaitPolicy;
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
 use sumac_hal::hosted::HostedPort;
@@ -201,7 +202,7 @@ impl Tree {
 pub(super) fn attach_params(
     tree: &TreeMembership,
     (rank, ranks): (Rank, u32),
-    ranks_here: usize,
+    (ranks_here, wait_policy): (usize, WaitPolicy),
     table_version: u32,
 ) -> Option<AttachParams> {
     let bus = tree.attach.as_ref()?;
@@ -216,6 +217,7 @@ pub(super) fn attach_params(
         rank,
         ranks,
         ranks_here,
+        wait_policy,
         chunk_len_bytes: tree.chunk_len_bytes,
         window_max: tree.window_max,
         table_version,

@@ -7,18 +7,21 @@
 //!
 //! On the board, a rank posts what the schedule's only step sends, once for all, and reads what it receives. The
 //! operation is checked as in frames: a post that belongs to another one is a mismatch, and its description says to
-//! which. Everything else stays with the connections: announcements, aborts, the end of a rank, and the doorbells of
-//! those that sleep.
+//! which. In a rooted operation not every rank reads every other's post, so two ranks that call broadcasts from
+//! different roots do not hear of each other. A post therefore stands for all calls so far: its tag is a hash of them,
+//! and the next one that is read tells. Everything else stays with the connections: announcements, aborts, the end of
+//! a rank, and the doorbells of those that sleep.
 //!
 //! Invariants:
 //! - All ranks use the board for the same operations: what decides is their calls, and frames that all have received.
-//! - Each of these operations is one round of the board, in which every rank reads every other's post.
+//! - Each of these operations is one round of the board, for ranks that post nothing too.
 
 use super::auth::{Purpose, shared_key, shared_name};
 use super::error::{Call, ExecError};
-use super::frame::{FrameKind, HEADER_BYTES, Header};
+use super::frame::{FrameKind, Header};
 use super::mesh::Mesh;
 use super::run::{Failure, Run, open};
+use crate::schedule::{Region, Span};
 use std::time::Duration;
 use sumac_hal::ids::{ChildIndex, GroupId, Rank};
 use sumac_hal::op::{Collective, OpDesc, Path};
@@ -33,6 +36,33 @@ pub(super) struct BoardState {
     is_tried: bool,
     /// All ranks have it, and know that.
     is_agreed: bool,
+    /// This rank's calls on the board.
+    history: History,
+}
+
+/// The calls of a rank on the board.
+#[derive(Debug, Default)]
+struct History {
+    /// A hash of all of them: FNV-1a, word by word.
+    hash: u64,
+    /// How many there were.
+    rounds: u64,
+    /// The last ones, each at its round modulo their number.
+    recent: [Option<Call>; Board::ROUNDS_AHEAD as usize],
+}
+
+impl History {
+    fn push(&mut self, call: &Call) {
+        self.hash = (self.hash ^ u64::from(call.signature) ^ call.op_index << 32).wrapping_mul(FNV_PRIME);
+        self.recent[(self.rounds % Board::ROUNDS_AHEAD) as usize] = Some(*call);
+        self.rounds += 1;
+    }
+
+    /// Return the call so many before the last one.
+    fn recent(&self, before: u64) -> Option<Call> {
+        let index = self.rounds.checked_sub(before + 1)?;
+        self.recent[(index % Board::ROUNDS_AHEAD) as usize]
+    }
 }
 
 /// What an operation does with the board.
@@ -92,23 +122,18 @@ impl Mesh {
     }
 }
 
-/// Return whether an operation by an algorithm runs on the board of a machine's ranks, so many.
+/// Return whether an operation by an algorithm runs on the board of a machine's ranks, so many: its schedule has one
+/// step.
 pub(crate) fn is_for_board(desc: &OpDesc, path: Path, ranks: u32) -> bool {
     let len_bytes = desc.count.saturating_mul(desc.element_bytes() as u64);
     let is_short = len_bytes <= Board::CAPACITY_BYTES as u64;
-    is_from_all(desc.collective, path) && is_short && (2..=Board::MEMBERS_MAX).contains(&ranks)
+    path == Path::OneShot && is_short && (2..=Board::MEMBERS_MAX).contains(&ranks)
 }
 
-/// Return whether every rank sends the same to all, and hears of every other: a call that differs is always noticed.
-/// The roots of two different broadcasts would read nothing of each other.
+/// Return whether in an operation on the connections every rank receives a frame of every other.
 const fn is_from_all(collective: Collective, path: Path) -> bool {
     matches!(path, Path::OneShot)
         && matches!(collective, Collective::AllReduce | Collective::AllGather | Collective::Barrier)
-}
-
-/// What a rank posts with: its operation, so that another one is noticed.
-const fn tag_of(call: &Call) -> u64 {
-    call.signature as u64 | call.op_index << 32
 }
 
 impl Run<'_> {
@@ -119,6 +144,7 @@ impl Run<'_> {
         if mesh.board.is_agreed {
             if is_for_board(&self.call.desc(), self.call.path, mesh.place.ranks()) {
                 self.board_use = BoardUse::Runs;
+                mesh.board.history.push(&self.call);
             }
             return;
         }
@@ -174,16 +200,36 @@ impl Run<'_> {
     }
 
     fn post(&mut self) -> bool {
-        let Some(send) = open(self.step.sends, &self.mesh.sends).next() else { return false };
-        let bytes = self.memory.outgoing(send.from);
-        let Some(board) = &mut self.mesh.board.board else { return false };
-        let header = Header { len_bytes: bytes.len(), ..Header::bare(FrameKind::Data, self.call, 0) };
-        if !board.post(tag_of(&self.call), &header.emit(), bytes) {
+        if open(self.step.sends, &self.mesh.sends).next().is_none() {
             return false;
         }
-        self.mesh.sent_bytes += (bytes.len() * self.step.sends.len()) as u64;
+        let bytes = self.memory.outgoing(self.region_to_post());
+        let Some(board) = &mut self.mesh.board.board else { return false };
+        let header = Header { len_bytes: bytes.len(), ..Header::bare(FrameKind::Data, self.call, 0) };
+        if !board.post(self.mesh.board.history.hash, &header.emit(), bytes) {
+            return false;
+        }
+        let lens = self.step.sends.iter().map(|send| self.memory.outgoing(send.from).len() as u64);
+        self.mesh.sent_bytes += lens.sum::<u64>();
         self.mesh.sends.iter_mut().for_each(|progress| progress.done = true);
         true
+    }
+
+    /// Return what the step sends: the same to all or, in a reduce-scatter, all blocks to the end of the last one.
+    fn region_to_post(&self) -> Region {
+        let from = self.step.sends[0].from;
+        if self.call.collective != Collective::ReduceScatter {
+            return from;
+        }
+        let end = self.step.sends.iter().map(|send| send.from.span.end()).max().unwrap_or(0);
+        from.buffer.at(Span::first(end))
+    }
+
+    /// Return where in each post the elements for this rank begin, in elements.
+    fn start_in_post(&self) -> usize {
+        let (count, place) = (self.call.count as usize, self.mesh.place);
+        let is_scattered = self.call.collective == Collective::ReduceScatter;
+        if is_scattered { Span::of_block(count, place.ranks(), place.rank().0).start } else { 0 }
     }
 
     /// Read what the sender of a transfer has posted, if it has; returns whether it has.
@@ -192,27 +238,39 @@ impl Run<'_> {
         let Some(board) = &self.mesh.board.board else { return Ok(false) };
         match board.tag_of(recv.peer.0) {
             None => return Ok(false),
-            Some(tag) if tag == tag_of(&self.call) => {}
-            Some(_) => return Err(self.other_post(recv.peer, &board.description_of(recv.peer.0)).into()),
+            Some(tag) if tag == self.mesh.board.history.hash => {}
+            Some(_) => return Err(self.other_post(recv.peer).into()),
         }
+        let start = self.start_in_post() * self.memory.bytes_each(recv.sent_from);
         let len_bytes = self.memory.len_bytes(&recv);
         if let Some(place) = self.memory.direct(&recv) {
-            board.read(recv.peer.0, place);
+            board.read(recv.peer.0, start, place);
         } else {
             let bytes = &mut self.mesh.scratch[..len_bytes];
-            board.read(recv.peer.0, bytes);
+            board.read(recv.peer.0, start, bytes);
             self.memory.land(recv.sent_from, &recv.landing, 0, bytes, &mut self.mesh.spare);
         }
         self.mesh.recvs[slot].done = true;
         Ok(true)
     }
 
-    /// Return the error for a post of another operation.
-    fn other_post(&self, peer: Rank, description: &[u8; HEADER_BYTES]) -> ExecError {
-        match Header::parse(peer, description) {
-            Ok(theirs) => ExecError::mismatch(self.call, theirs.call),
-            Err(error) => error,
+    /// Return the error for a post of other calls: names the first that differs, while both ranks know it.
+    fn other_post(&self, peer: Rank) -> ExecError {
+        let BoardState { board: Some(board), history, .. } = &self.mesh.board else {
+            return ExecError::protocol(peer, "a post without a board");
+        };
+        for before in (0..Board::ROUNDS_AHEAD).rev() {
+            let Some((ours, theirs)) = history.recent(before).zip(board.description_of(peer.0, before)) else {
+                continue;
+            };
+            match Header::parse(peer, &theirs) {
+                Ok(theirs) if is_same(&ours, &theirs.call) => {}
+                Ok(theirs) => return ExecError::mismatch(ours, theirs.call),
+                Err(error) => return error,
+            }
         }
+        let what = format!("calls that differ from this rank's more than {} operations ago", Board::ROUNDS_AHEAD);
+        ExecError::protocol(peer, what)
     }
 
     /// Return whether a rank has posted in this operation: it may already be in a later one, or have left.
@@ -231,6 +289,13 @@ impl Run<'_> {
         is_readable || sends && self.mesh.board.board.as_mut().is_some_and(|board| board.can_post())
     }
 }
+
+const fn is_same(ours: &Call, theirs: &Call) -> bool {
+    ours.op_index == theirs.op_index && ours.signature == theirs.signature
+}
+
+/// Of FNV-1a for 64 bits (Fowler, Noll and Vo, "The FNV non-cryptographic hash algorithm", IETF draft).
+const FNV_PRIME: u64 = 0x100_0000_01b3;
 
 /// How long the kernel may take for handing the board to a rank; none of its calls waits for that rank.
 const HAND_OVER_LIMIT: Duration = Duration::from_millis(100);

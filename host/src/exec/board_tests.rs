@@ -3,7 +3,7 @@
 use super::tests::{connected_meshes, context, contribution, expected, meshes, on_ranks, secret, with_memory};
 use super::*;
 use crate::schedule::tree::Tree;
-use crate::schedule::{Place, Schedule, one_shot, ring};
+use crate::schedule::{Place, Schedule, Span, one_shot, ring};
 use std::thread;
 use std::time::{Duration, Instant};
 use sumac_hal::ctrl::Order;
@@ -17,21 +17,28 @@ fn flat(place: Place) -> Tree {
     Tree::flat(place.ranks(), Order::TreeFold).expect("a tree")
 }
 
-fn run(mesh: &mut Mesh, op_index: u64, desc: OpDesc, schedule: &Schedule, buf: &mut [u8]) -> Result<(), ExecError> {
+fn run<'b>(
+    mesh: &mut Mesh,
+    op_index: u64,
+    desc: OpDesc,
+    schedule: &Schedule,
+    buffers: impl Into<Buffers<'b>>,
+) -> Result<(), ExecError> {
     let kernel = desc.dtype.zip(desc.op).and_then(|(dtype, op)| Kernel::new(dtype, op));
-    execute(mesh, schedule, kernel.as_ref(), buf, &context(op_index, desc, Path::OneShot), &mut NoInterrupt)
+    let buffers: Buffers<'_> = buffers.into();
+    execute(mesh, schedule, kernel.as_ref(), buffers, &context(op_index, desc, Path::OneShot), &mut NoInterrupt)
 }
 
 fn sum(mesh: &mut Mesh, op_index: u64, count: usize) -> Result<Vec<u8>, ExecError> {
     let (place, desc) = (mesh.place(), OpDesc::all_reduce(Dtype::I32, ReduceOp::Sum, count as u64));
     let mut buf = (place.rank().0 as i32 + 1).to_le_bytes().repeat(count);
-    run(mesh, op_index, desc, &one_shot::all_reduce(place, count, &flat(place)), &mut buf)?;
+    run(mesh, op_index, desc, &one_shot::all_reduce(place, count, &flat(place)), &mut buf[..])?;
     Ok(buf)
 }
 
 fn barrier(mesh: &mut Mesh, op_index: u64) -> Result<(), ExecError> {
     let schedule = one_shot::barrier(mesh.place());
-    run(mesh, op_index, OpDesc::barrier(), &schedule, &mut [])
+    run(mesh, op_index, OpDesc::barrier(), &schedule, &mut [][..])
 }
 
 /// Return meshes that use the board, and the number of operations so far.
@@ -65,15 +72,27 @@ fn every_type_operator_and_length_gives_the_reduction_on_the_board() {
                         let right: Vec<u8> = (0..count).flat_map(|e| expected(dtype, op, ranks, e)).collect();
                         let mut buf = mine.clone();
                         let all = one_shot::all_reduce(place, count, &flat(place));
-                        run(mesh, op_index, desc(count), &all, &mut buf).expect("no error");
+                        run(mesh, op_index, desc(count), &all, &mut buf[..]).expect("no error");
                         assert!(buf == right, "all-reduce {dtype} {op} x {count} at {}", place.rank());
                         let root = Rank(op_index as u32 % ranks);
                         let desc = OpDesc { root, ..OpDesc::reduce(dtype, op, root, count as u64) };
                         buf.copy_from_slice(&mine);
                         let reduce = one_shot::reduce(place, count, &flat(place), root);
-                        run(mesh, op_index + 1, desc, &reduce, &mut buf).expect("no error");
+                        run(mesh, op_index + 1, desc, &reduce, &mut buf[..]).expect("no error");
                         assert!(place.rank() != root || buf == right, "reduce {dtype} {op} x {count} to {root}");
-                        op_index += 2;
+                        let desc = OpDesc::reduce_scatter(dtype, op, count as u64);
+                        let own = Span::of_block(count, ranks, place.rank().0);
+                        let each = desc.element_bytes();
+                        let mut out = vec![0; each * own.len];
+                        let scatter = one_shot::reduce_scatter(place, count, &flat(place));
+                        let buffers = Buffers::Separate { input: &mine, output: &mut out };
+                        run(mesh, op_index + 2, desc, &scatter, buffers).expect("no error");
+                        assert!(
+                            out == right[each * own.start..each * own.end()],
+                            "reduce-scatter {dtype} {op} x {count} at {}",
+                            place.rank()
+                        );
+                        op_index += 3;
                     }
                 }
             }
@@ -96,7 +115,7 @@ fn broadcasts_gathers_and_other_algorithms_take_turns() {
                     let mut buf = vec![0; 4 * ranks as usize];
                     buf[place.rank().0 as usize * 4..][..4].fill(op_index as u8 ^ place.rank().0 as u8);
                     let desc = OpDesc::all_gather(Dtype::U8, 4 * u64::from(ranks));
-                    run(mesh, op_index, desc, &one_shot::all_gather(place, buf.len()), &mut buf).expect("no error");
+                    run(mesh, op_index, desc, &one_shot::all_gather(place, buf.len()), &mut buf[..]).expect("no error");
                     let right = (0..ranks).flat_map(|rank| [op_index as u8 ^ rank as u8; 4]);
                     assert!(buf.iter().copied().eq(right), "{buf:?}");
                 }
@@ -112,7 +131,7 @@ fn broadcasts_gathers_and_other_algorithms_take_turns() {
                 _ => {
                     let mut buf = if place.rank() == root { sent.clone() } else { vec![0; 40] };
                     let desc = OpDesc::broadcast(Dtype::U8, root, 40);
-                    run(mesh, op_index, desc, &one_shot::broadcast(place, 40, root), &mut buf).expect("no error");
+                    run(mesh, op_index, desc, &one_shot::broadcast(place, 40, root), &mut buf[..]).expect("no error");
                     assert_eq!(buf, sent);
                 }
             }
@@ -142,7 +161,7 @@ fn sleeping_ranks_are_woken_by_posts() {
                 buf.fill(0);
             }
             let desc = OpDesc::broadcast(Dtype::U8, Rank(1), 8);
-            run(mesh, op_index, desc, &one_shot::broadcast(place, 8, Rank(1)), &mut buf).expect("no error");
+            run(mesh, op_index, desc, &one_shot::broadcast(place, 8, Rank(1)), &mut buf[..]).expect("no error");
             assert_eq!(buf, [op_index as u8; 8]);
         }
     });
@@ -157,7 +176,7 @@ fn different_calls_are_a_mismatch_on_all_ranks() {
         |mesh, op_index| sum(mesh, op_index, 5).map(|_| ()),
         |mesh, op_index| {
             let schedule = one_shot::broadcast(mesh.place(), 8, Rank(0));
-            run(mesh, op_index, OpDesc::broadcast(Dtype::U8, Rank(0), 8), &schedule, &mut [0; 8])
+            run(mesh, op_index, OpDesc::broadcast(Dtype::U8, Rank(0), 8), &schedule, &mut [0; 8][..])
         },
         // Over the connections: too long, or another algorithm.
         |mesh, op_index| sum(mesh, op_index, 100_000).map(|_| ()),
@@ -180,17 +199,25 @@ fn different_calls_are_a_mismatch_on_all_ranks() {
     }
 }
 
-/// Each sends to the other and receives nothing: noticed by the operation that follows.
+/// Each sends to the other and receives nothing: noticed by the next operation in which one hears of the other.
 #[test]
 fn broadcasts_from_different_roots_are_a_mismatch() {
-    let (mut meshes, first) = on_board(2);
-    let results = on_ranks(&mut meshes, |mesh| {
-        let own = mesh.place().rank();
-        let schedule = one_shot::broadcast(mesh.place(), 8, own);
-        run(mesh, first, OpDesc::broadcast(Dtype::U8, own, 8), &schedule, &mut [0; 8])?;
-        sum(mesh, first + 1, 3).map(|_| ())
-    });
-    assert!(results.iter().all(|result| matches!(result, Err(ExecError::Mismatch { .. }))), "{results:?}");
+    for broadcasts in 1..7 {
+        let (mut meshes, first) = on_board(2);
+        let results = on_ranks(&mut meshes, |mesh| {
+            let own = mesh.place().rank();
+            let schedule = one_shot::broadcast(mesh.place(), 8, own);
+            for op_index in first..first + broadcasts {
+                run(mesh, op_index, OpDesc::broadcast(Dtype::U8, own, 8), &schedule, &mut [0; 8][..])?;
+            }
+            sum(mesh, first + broadcasts, 3).map(|_| ())
+        });
+        for result in results {
+            let Err(ExecError::Mismatch { calls }) = result else { panic!("{broadcasts} broadcasts: {result:?}") };
+            let named = [calls[0].root, calls[1].root];
+            assert_eq!(named, [Rank(0), Rank(1)], "those that differ are named, not {calls:?}");
+        }
+    }
 }
 
 /// A rank of the job that does not keep to the rules: it is named.

@@ -15,11 +15,11 @@ use super::handshake::Pending;
 use super::link::{IoOutcome, Link, PAGE_BYTES, State, write};
 use super::message::Messages;
 use super::poll::PollTarget;
-use super::poll_backoff::policy;
 use super::run::Progress;
 use super::sharing::Sharing;
 use crate::schedule::Place;
 use crate::secret::JobSecret;
+use crate::wait_policy::WaitPolicy;
 use rustix::event::PollFd;
 use std::io::ErrorKind;
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -55,6 +55,8 @@ pub struct Mesh {
     pub(super) sharing: Result<Sharing, String>,
     /// The board of short collectives.
     pub(super) board: BoardState,
+    /// The number of ranks on this machine, with this one.
+    ranks_here: usize,
     /// How this rank waits.
     pub(super) waiting: SpinPolicy,
     pub(super) poisoned: Option<ExecError>,
@@ -108,7 +110,8 @@ impl Mesh {
         Ok(Self {
             sharing,
             board: BoardState::default(),
-            waiting: policy(ranks_here),
+            waiting: WaitPolicy::default().for_threads(ranks_here),
+            ranks_here,
             place,
             secret,
             acceptor,
@@ -130,6 +133,13 @@ impl Mesh {
             pollfds: Vec::new(),
             ready: Vec::new(),
         })
+    }
+
+    /// Wait for ranks of this machine by another policy than [`WaitPolicy::Auto`].
+    #[must_use]
+    pub fn with_wait_policy(mut self, policy: WaitPolicy) -> Self {
+        self.waiting = policy.for_threads(self.ranks_here);
+        self
     }
 
     /// Return the rank, and the size of its communicator.

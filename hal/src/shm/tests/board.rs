@@ -35,8 +35,14 @@ fn members_read_what_each_has_posted_in_every_round() {
                             }
                             assert_eq!(board.tag_of(member), Some(round * 11));
                             let mut found = vec![0; len];
-                            board.read(member, &mut found);
+                            board.read(member, 0, &mut found);
                             assert!(found == bytes_of(member, round, len), "member {member} in round {round}");
+                            let start = len / 3;
+                            board.read(member, start, &mut found[start..]);
+                            assert!(
+                                found == bytes_of(member, round, len),
+                                "member {member} in round {round} from {start}"
+                            );
                         }
                         board.finish_round(true);
                     }
@@ -59,12 +65,15 @@ fn member_that_is_ahead_posts_again_only_when_all_are_done() {
     assert!(!boards[0].can_post(), "member 2 is not done");
     assert_eq!(boards[2].tag_of(0), Some(1));
     let mut found = [0; 9];
-    boards[2].read(0, &mut found);
+    boards[2].read(0, 0, &mut found);
     assert_eq!(found[..], bytes_of(0, 1, 9));
     boards[2].finish_round(false);
     assert!(boards[0].post(5, &DESCRIPTION, &[]));
     assert_eq!(boards[2].tag_of(0), Some(2), "the others' cells are as they were");
-    assert_eq!(boards[2].description_of(0), DESCRIPTION);
+    assert_eq!(boards[2].description_of(0, 0), Some(DESCRIPTION));
+    assert_eq!(boards[2].description_of(0, 1), None, "written again");
+    assert_eq!(boards[2].description_of(1, 0), None, "nothing posted");
+    assert_eq!(boards[2].description_of(0, 2), None, "no such round");
     assert_eq!(boards[2].tag_of(1), None);
 }
 

@@ -5,7 +5,7 @@ use crate::cluster::{self, ClusterConfig, Limit, Parts, Supervisor};
 use crate::exit::{Failure, is_quiet};
 use crate::job::{RankJob, Report, Turns, Work};
 use crate::layout::Layout;
-use crate::options::Transport;
+use crate::options::{Transport, WaitPolicy};
 use crate::perf::{Reports, spawn_rank};
 use crate::workload::MemoryKind;
 use anyhow::anyhow;
@@ -65,6 +65,7 @@ fn measure_cluster(
             transport,
             verbs: None,
             trees: 1,
+            wait_policy: WaitPolicy::default(),
             deadline_ms: args.timeout_s.saturating_mul(1000),
             work: Work::InTurns { groups: groups.to_vec(), memory: MemoryKind::Registered },
         };

@@ -18,6 +18,7 @@ use crate::exit::Failure;
 use crate::files::{AgreeError, ArrayFile, Axis0, Format, Output, OutputHead, Shape, inspect_all};
 use crate::job::{FileWork, Piece, RankJob, Report, Work};
 use crate::layout::Layout;
+use crate::options::WaitPolicy;
 use crate::perf::{Reports, spawn_rank};
 use anyhow::{anyhow, bail};
 use args::RunArgs;
@@ -193,6 +194,7 @@ impl Job<'_> {
                 host: host.clone(),
                 order: run.order.map(Into::into),
                 transport: run.transport,
+                wait_policy: WaitPolicy::default(),
                 verbs: run.verbs.in_turn(rank as usize),
                 trees: 0,
                 deadline_ms: run.timeout_s.saturating_mul(1000),

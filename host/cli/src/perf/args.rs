@@ -11,6 +11,7 @@ use crate::workload::{Check, MemoryKind, Placements};
 use clap::Args;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
+use sumac::WaitPolicy;
 use sumac::comm::DEFAULT_PORT;
 use sumac::controller::TREES_MAX;
 use sumac_hal::op::{Collective, Dtype, ReduceOp};
@@ -100,6 +101,11 @@ pub(crate) struct PerfArgs {
     /// 0]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=i64::from(TREES_MAX)))]
     pub(super) trees: Option<u8>,
+    /// How ranks wait for other processes of their machine [default: SUMAC_WAIT_POLICY, or auto]
+    ///
+    /// `auto` spins while each rank has a core, then yields, then sleeps. `spin` and `yield` never sleep.
+    #[arg(long, value_name = "POLICY", value_parser = options::wait_policy_parser())]
+    pub(super) wait_policy: Option<WaitPolicy>,
     /// Memory of the ranks' buffers [default: registered]
     #[arg(long, value_name = "KIND")]
     pub(super) memory: Option<MemoryKind>,

@@ -38,7 +38,7 @@ JSON AND CSV
   wrong wire_bytes cpu_us retransmits repaired repair_bytes slowest_rank late_us root in_place rank_min_us rank_avg_us
   rank_max_us out_of_place_time_us out_of_place_p99_us out_of_place_algbw_gbytes_s out_of_place_busbw_gbytes_s
   out_of_place_wrong trees.
-  Conditions: iterations warmup_iterations check buffers memory order requested_transport levels devices
+  Conditions: iterations warmup_iterations check buffers memory order requested_transport wait_policy levels devices
   emulated_devices shards bind cores version command.
   Figures are in place where in_place is true, else out of place; those that begin with out_of_place are null unless
   measured. rank_min_us, rank_avg_us and rank_max_us are the least, the mean and the greatest of the ranks' own

@@ -194,6 +194,12 @@ impl<'a> Output<'a> {
         let round_trip = self.round_trip_ns.map_or_else(|| "not measured".into(), |ns| format!("{ns:.0} ns"));
         let processes = self.processes;
         writeln!(out, "# cores {cores} for {processes} processes{oversubscribed}  cache-line round trip {round_trip}")?;
+        let policy = self.args.wait_policy.unwrap_or_default();
+        writeln!(
+            out,
+            "# wait policy {policy}: ranks that wait for each other {}",
+            policy.stages(self.args.world() as usize)
+        )?;
         self.write_transport(out, transport)
     }
 

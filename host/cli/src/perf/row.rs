@@ -115,6 +115,8 @@ pub(super) struct Conditions {
     pub(super) order: String,
     /// The requested transport.
     pub(super) requested_transport: &'static str,
+    /// How ranks wait for other processes of their machine.
+    pub(super) wait_policy: String,
     /// Levels of the tree.
     pub(super) levels: usize,
     /// The number of devices.
@@ -145,6 +147,7 @@ impl Conditions {
             memory: args.memory().name(),
             order: order_name(order),
             requested_transport: args.transport().name(),
+            wait_policy: args.wait_policy.unwrap_or_default().to_string(),
             levels: layout.levels,
             devices: layout.devices.len(),
             emulated_devices: match args.launched {
@@ -355,6 +358,7 @@ pub(super) mod tests {
             memory: "registered",
             order: "arrival".into(),
             requested_transport: "auto",
+            wait_policy: "auto".into(),
             levels: 2,
             devices: 3,
             emulated_devices: 3,

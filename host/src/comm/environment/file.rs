@@ -79,7 +79,7 @@ pub(super) fn read_with(
 }
 
 /// Variables that a key of `[rank]` in a configuration file stands for.
-pub(super) const RANK_VARIABLES: [&str; 27] = [
+pub(super) const RANK_VARIABLES: [&str; 28] = [
     "SUMAC_ALGO",
     "SUMAC_BIND",
     "SUMAC_CONTROLLER",
@@ -107,6 +107,7 @@ pub(super) const RANK_VARIABLES: [&str; 27] = [
     "SUMAC_UDP_SPIN_US",
     "SUMAC_VERBS",
     "SUMAC_WAIT_FOR_TREE",
+    "SUMAC_WAIT_POLICY",
 ];
 
 /// Variables of ranks that belong to a process, not to its host: no file sets them.

@@ -6,6 +6,7 @@ use super::error::AttachError;
 use super::queue::HostQueue;
 use super::redo::{REDO_HEAD_BYTES, REDO_MAX_BYTES, Redo};
 use super::remote::{DeviceLink, RemoteLink};
+use crate::wait_policy::WaitPolicy;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
@@ -44,6 +45,8 @@ pub struct AttachParams {
     pub ranks: u32,
     /// The number of ranks on this machine.
     pub ranks_here: usize,
+    /// How the rank waits for the device.
+    pub wait_policy: WaitPolicy,
     /// The payload limit of a packet in this group in bytes.
     pub chunk_len_bytes: u16,
     /// The maximum number of chunks that the device accepts ahead of the oldest open one.

@@ -23,7 +23,6 @@ use sumac_hal::mmio::{
     AdminCommand, COMPLETION_WORDS, DeviceStatus, Features, HostControl, SUBMISSION_WORDS, SubmissionEntry,
 };
 use sumac_hal::op::{Dtype, OpDesc, Path};
-use sumac_hal::ring::SpinPolicy;
 use sumac_hal::shm::{Function, Region, Waiter};
 use sumac_hal::uplink::HopTimers;
 use sumac_hal::wire::{RankMask, StragglerLimit};
@@ -71,6 +70,7 @@ pub struct ZeroCopyDriver {
     /// The longest sleep before the rings are polled.
     pub(super) poll_interval: Duration,
     pub(super) waiter: Waiter,
+    pub(super) long_waiter: Waiter,
     pub(super) waker: Waker,
     last_check: Instant,
     /// The device has closed the connection.
@@ -134,6 +134,8 @@ impl ZeroCopyDriver {
             lands_in_bounce,
         };
         debug_assert!(!data.has_completions(), "a fresh ring is empty");
+        // Those that want a core: the ranks, the device, and the device's engine.
+        let threads = params.ranks_here + 2;
         let mut driver = Self {
             device: params.device.clone(),
             endpoint: ZeroCopyEndpoint::new(config.clone()),
@@ -149,8 +151,8 @@ impl ZeroCopyDriver {
             redo,
             arena,
             poll_interval,
-            // Threads that want a core: the ranks, the device, and the device's engine.
-            waiter: Waiter::new(SpinPolicy::for_this_machine(params.ranks_here + 2).with_yields(YIELDS)),
+            waiter: Waiter::new(params.wait_policy.for_threads(threads)),
+            long_waiter: Waiter::new(params.wait_policy.for_long_waits(threads)),
             last_check: Instant::now(),
             is_disconnected: false,
             heartbeat: None,

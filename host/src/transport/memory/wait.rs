@@ -7,10 +7,8 @@ use super::driver::{YIELDS, ZeroCopyDriver};
 use super::queue::{HostQueue, Waker};
 use super::remote::DeviceLink;
 use std::time::{Duration, Instant};
-use sumac_hal::ring::SpinPolicy;
-use sumac_hal::shm::Waiter;
 
-/// Up to so many outstanding chunks arrive soon enough to spin for; for more, a wait sleeps at once.
+/// Up to so many outstanding chunks arrive soon enough to spin for; for more, a wait is long.
 const FEW_CHUNKS: u64 = 3;
 
 /// The queue to wait on.
@@ -39,7 +37,7 @@ impl ZeroCopyDriver {
         // Both sides count modulo 2^32.
         queue.host_threshold().set(self.endpoint.wake_threshold() as u32);
         // A long wait: leave the cores to the device and its engine.
-        let waiter = if self.endpoint.unanswered() > FEW_CHUNKS { Waiter::new(SpinPolicy::NONE) } else { self.waiter };
+        let waiter = if self.endpoint.unanswered() > FEW_CHUNKS { self.long_waiter } else { self.waiter };
         let waker = &self.waker;
         let is_ready = || waker.is_raised() || completions.available().map_or(true, |count| count > 0);
         if let Err(error) = waiter.wait(&[queue.host_bell()], Some(deadline), is_ready) {

@@ -5,6 +5,7 @@ use crate::transport::memory::AttachParams;
 use crate::transport::memory::driver::ZeroCopyDriver;
 use crate::transport::memory::redo::record;
 use crate::transport::memory::retire::ProcessControl;
+use crate::wait_policy::WaitPolicy;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::os::fd::AsFd;
 use std::sync::Mutex;
@@ -154,6 +155,7 @@ pub(super) fn params(socket: &str, rank: u32, ranks: u32) -> AttachParams {
         rank: Rank(rank),
         ranks,
         ranks_here: ranks as usize,
+        wait_policy: WaitPolicy::default(),
         chunk_len_bytes: CHUNK,
         window_max: 32,
         table_version: 1,
