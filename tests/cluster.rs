@@ -86,9 +86,12 @@ fn communicators_share_devices() {
 #[test]
 fn different_calls_are_the_same_error_everywhere() {
     let cluster = Cluster::start(2, 2);
-    let mixes: [fn(u32) -> (Algo, usize); 4] = [
+    let mixes: [fn(u32) -> (Algo, usize); 6] = [
         |rank| (Algo::Tree, if rank == 2 { 1000 } else { 1001 }),
         |rank| (if rank == 3 { Algo::Ring } else { Algo::Tree }, 1000),
+        // Not announced to the tree.
+        |rank| (if rank == 3 { Algo::OneShot } else { Algo::Tree }, 4),
+        |rank| (if rank == 3 { Algo::Tree } else { Algo::OneShot }, 4),
         |rank| (if rank == 1 { Algo::HalvingDoubling } else { Algo::Ring }, 5000),
         |rank| (Algo::Ring, if rank == 0 { 1000 } else { 64 }),
     ];
@@ -107,11 +110,42 @@ fn different_calls_are_the_same_error_everywhere() {
     }
 }
 
+/// Short operations of one machine's ranks do not go through the tree, nor are they announced to it.
+#[test]
+fn call_in_the_tree_and_one_on_the_board_are_the_same_error_everywhere() {
+    let cluster = Cluster::start(2, 2);
+    let in_tree: [fn(u32) -> bool; 3] = [|rank| rank == 0, |rank| rank != 0, |rank| rank == 2];
+    for (number, is_in_tree) in in_tree.into_iter().enumerate() {
+        for is_started in [false, true] {
+            let errors = cluster.run(&format!("board-{number}-{is_started}"), 3, plain, |comm| {
+                let options = |algo| {
+                    let deadline = Some(Duration::from_secs(20));
+                    CallOptions { algo: Some(algo), deadline, ..CallOptions::default() }
+                };
+                let sum = |algo| comm.all_reduce_with(&mut [1_i64; 4], ReduceOp::Sum, &options(algo));
+                // Until the board is there, and with calls of both kinds in between.
+                for call in 0..300 {
+                    sum(if call % 10 == 9 { Algo::Tree } else { Algo::OneShot }).expect("the same everywhere");
+                }
+                let algo = if is_in_tree(comm.rank()) { Algo::Tree } else { Algo::OneShot };
+                if !is_started {
+                    return sum(algo).expect_err("a mismatch");
+                }
+                let started = comm.start_all_reduce_with(vec![1_i64; 4], ReduceOp::Sum, &options(algo));
+                started.expect("it begins").wait().expect_err("a mismatch").error
+            });
+            assert!(errors.iter().all(|error| matches!(error, Error::Mismatch { .. })), "{number}: {errors:?}");
+            assert!(errors.windows(2).all(|pair| pair[0] == pair[1]), "{number}: {errors:?}");
+        }
+    }
+}
+
 /// The other ranks have ended with the mismatch when it arrives, which must not look like failed ranks.
 #[test]
 fn late_rank_gets_the_mismatch_that_ended_its_job() {
-    let mixes: [fn(u32) -> (Algo, usize); 3] = [
+    let mixes: [fn(u32) -> (Algo, usize); 4] = [
         |rank| (Algo::Tree, if rank == 0 { 1000 } else { 1001 }),
+        |rank| (Algo::OneShot, if rank == 1 { 5 } else { 4 }),
         |rank| (if rank == 1 { Algo::HalvingDoubling } else { Algo::Ring }, 5000),
         |rank| (Algo::Ring, if rank == 0 { 1000 } else { 64 }),
     ];

@@ -87,7 +87,7 @@ fn measure(
             start.wait();
             let begin = Instant::now();
             for op_index in first..first + u64::from(calls) {
-                let ctx = Context { op_index, signature: desc.signature(path, 0), desc, path, deadline };
+                let ctx = Context { op_index, number: 0, signature: desc.signature(path, 0), desc, path, deadline };
                 execute(&mut mesh, &schedule, kernel.as_ref(), black_box(&mut buf[..]), &ctx, &mut NoInterrupt)
                     .expect("runs");
             }

@@ -5,7 +5,8 @@ use super::counts::Counts;
 use super::data_path::{Deadline, Stop};
 use super::error::{Error, OutputState};
 use super::extent::Extent;
-use super::operations::{Awaited, BorrowedBuffers, CounterSnapshot, NextStep};
+use super::in_flight::BorrowedBuffers;
+use super::operations::{Awaited, CounterSnapshot, NextStep};
 use super::options::{CallOptions, Outcome};
 use super::prepared::Decided;
 use super::selection::Chosen;
@@ -38,7 +39,7 @@ impl Core {
         options: &CallOptions,
     ) -> Result<Outcome, Error> {
         let result = self.run_to_end(desc, buffers, options);
-        self.data.operations.calling = None;
+        self.data.operations.end_call();
         result
     }
 
@@ -130,6 +131,7 @@ impl Core {
             Ok(posted) => posted,
         };
         let Some((op, transfer)) = posted else { return Ok(TreeRun::Restart) };
+        self.data.operations.calling_in_tree = Some(desc);
         while !self.data.tree.is_complete(op) {
             let borrowed = BorrowedBuffers { op, extent, buffers: &mut *buffers };
             match self.data.step(Some(borrowed), deadline) {
@@ -221,7 +223,7 @@ impl Core {
             let error = self.end(error, &desc, begun);
             self.release_rejected_call(error)
         });
-        self.data.operations.calling = None;
+        self.data.operations.end_call();
         Ok(self.data.outcome(&result?, None, begun))
     }
 

@@ -11,10 +11,11 @@
 use super::core::Core;
 use super::data_path::{Deadline, Stop};
 use super::error::{Error, OutputState};
+use super::in_flight::{BorrowedBuffers, InFlight};
 use super::join::listen;
 use super::membership::Inbox;
 use super::new_tree::NewTree;
-use super::operations::{AfterLoss, BorrowedBuffers, InFlight, Started};
+use super::operations::{AfterLoss, Started};
 use super::owned::Owned;
 use super::pieces::{PendingOps, Survivors};
 use super::tree::Tree;

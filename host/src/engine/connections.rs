@@ -19,11 +19,16 @@ impl Connections {
         Self { mesh, scheduled: 0 }
     }
 
-    /// Number the next operation.
-    pub(super) fn next(&mut self, (desc, path): (&OpDesc, Path), table_version: u32, deadline: Instant) -> Context {
+    /// Number the next operation, which is that of call `number` ([`Context::number`]).
+    pub(super) fn next(
+        &mut self,
+        (desc, path, number): (&OpDesc, Path, u32),
+        table_version: u32,
+        deadline: Instant,
+    ) -> Context {
         self.scheduled += 1;
         let signature = desc.signature(path, table_version);
-        Context { op_index: self.scheduled - 1, signature, desc: *desc, path, deadline }
+        Context { op_index: self.scheduled - 1, number, signature, desc: *desc, path, deadline }
     }
 
     /// Run a schedule to completion.
@@ -35,7 +40,7 @@ impl Connections {
         buffers: Buffers<'_>,
         (deadline, interrupt): (Instant, &mut dyn Interrupt),
     ) -> Result<(), ExecError> {
-        let ctx = self.next((desc, path), table_version, deadline);
+        let ctx = self.next((desc, path, 0), table_version, deadline);
         execute(&mut self.mesh, schedule, kernel(desc).as_ref(), buffers, &ctx, interrupt)
     }
 }
@@ -91,6 +96,11 @@ impl HostPath {
     pub(super) fn sent_bytes(&self) -> u64 {
         let calls = self.connections.as_ref().map_or(self.sent_before_bytes, |of| of.mesh.sent_bytes());
         calls + self.recovery_bytes
+    }
+
+    /// Return the connections, unless they are lent.
+    pub(super) fn mesh(&mut self) -> Option<&mut Mesh> {
+        self.connections.as_mut().map(|connections| &mut connections.mesh)
     }
 
     /// Return the number of messages that own memory, and its length in bytes.

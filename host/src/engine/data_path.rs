@@ -4,12 +4,14 @@
 //! ([`super::core`]) takes up. All waiting is in [`DataPath::step`], and in host work, which pauses instead
 //! ([`super::connections`]).
 
+use super::compare::{Comparison, is_left_to_ranks};
 use super::config::JoinConfig;
 use super::connections::HostPath;
 use super::error::{Error, OutputState};
 use super::extent::Extent;
+use super::in_flight::BorrowedBuffers;
 use super::membership::Inbox;
-use super::operations::{Awaited, BorrowedBuffers, Completed, CounterSnapshot, Ending, NextStep, Operations, Started};
+use super::operations::{Awaited, Completed, CounterSnapshot, Ending, NextStep, Operations, Started};
 use super::options::{CallOptions, Outcome, Outstanding};
 use super::owned::Owned;
 use super::selection::{Chosen, Selection};
@@ -79,6 +81,7 @@ pub(super) struct DataPath {
     pub(super) place: Place,
     pub(super) tree: TreeEnd,
     pub(super) host: HostPath,
+    pub(super) comparison: Comparison,
     pub(super) operations: Operations,
     pub(super) selection: Selection,
     pub(super) watch: Watch,
@@ -145,6 +148,7 @@ impl DataPath {
             return Err(self.stop(error));
         }
         if self.tree.completed_below() > completed {
+            self.comparison.put_off();
             return Ok(Duration::ZERO);
         }
         if self.watch.notices.is_cancelled() {
@@ -157,10 +161,23 @@ impl DataPath {
         if now >= at {
             return Err(Error::Deadline { desc: OpDesc::barrier(), waited: limit }.into());
         }
+        let next = next.into_iter().chain(self.compare_calls(now)?);
         match self.watch.check_grace_period(self.tree.excluded_ranks()) {
             ControlFlow::Break(()) => Err(self.stop(self.loss_error())),
-            ControlFlow::Continue(poll) => Ok(next.into_iter().chain(poll).fold(at - now, Duration::min)),
+            ControlFlow::Continue(poll) => Ok(next.chain(poll).fold(at - now, Duration::min)),
         }
+    }
+
+    const fn is_on_one_machine(&self) -> bool {
+        self.selection.context().ranks_per_host == self.place.ranks()
+    }
+
+    /// Look at the calls of ranks that do not announce them to the tree, if it is time; returns when to look next.
+    fn compare_calls(&mut self, now: Instant) -> Result<Option<Duration>, Error> {
+        let (in_tree, version) =
+            ((&self.operations, self.tree.completed_below()), self.selection.context().table.version);
+        let compared = self.is_on_one_machine().then(|| self.comparison.compare(now, &mut self.host, in_tree, version));
+        compared.unwrap_or(Ok(None))
     }
 
     /// Drive the tree beside host work, which goes on unless the view is in question or all ranks have failed.
@@ -234,14 +251,17 @@ impl DataPath {
 
     /// Announce to the tree that this rank runs an operation as a host collective, so that ranks that call different
     /// operations find out. A lost tree takes no announcement, and a host collective does not need it; nor is one
-    /// announced that other ranks may have begun before there was this tree.
+    /// announced that other ranks may have begun before there was this tree, or that ranks compare by themselves
+    /// ([`super::compare`]).
     pub(super) fn announce(
         &mut self,
         desc: &OpDesc,
         chosen: &Chosen,
         limit: Option<StragglerLimit>,
     ) -> Result<Option<OpId>, Error> {
-        if !chosen.is_announced {
+        if !chosen.is_announced
+            || self.is_on_one_machine() && is_left_to_ranks(desc, chosen.path, limit, self.place.ranks())
+        {
             return Ok(None);
         }
         match self.tree.post(desc, chosen.path, limit, None) {

@@ -7,7 +7,8 @@
 use super::dropped::Dropped;
 use super::error::Error;
 use super::extent::Extent;
-use super::operations::{self, AfterLoss, CounterSnapshot, Ending, InFlight, Started, TreeBuffers};
+use super::in_flight::{InFlight, TreeBuffers};
+use super::operations::{self, AfterLoss, CounterSnapshot, Ending, Started};
 pub use super::operations::{Awaited, NextStep};
 use super::options::Outcome;
 use super::owned::Owned;

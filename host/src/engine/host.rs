@@ -129,17 +129,17 @@ impl Core {
         }
     }
 
-    /// Run the schedule of a call.
+    /// Run the schedule of call `number` ([`crate::exec::Context::number`]).
     pub(super) fn run_schedule(
         &mut self,
-        (desc, path): (&OpDesc, Path),
+        (desc, path, number): (&OpDesc, Path, u32),
         schedule: &Schedule,
         buffers: Buffers<'_>,
         deadline: Deadline,
     ) -> Result<(), Error> {
         let (kernel, table_version) = (kernel(desc), self.data.selection.context().table.version);
         self.with_connections(|core, connections| {
-            let ctx = connections.next((desc, path), table_version, deadline.0);
+            let ctx = connections.next((desc, path, number), table_version, deadline.0);
             let execution = Execution::new(&mut connections.mesh, schedule, kernel.as_ref(), buffers, &ctx)?;
             core.drive_host(&mut Collective::new(execution), deadline)
         })
@@ -172,7 +172,7 @@ impl Core {
     /// Run a host collective that was announced to the tree.
     pub(super) fn run_announced(
         &mut self,
-        operation: (&OpDesc, Path),
+        (desc, path): (&OpDesc, Path),
         schedule: &Schedule,
         buffers: Buffers<'_>,
         announced: Option<OpId>,
@@ -180,6 +180,7 @@ impl Core {
     ) -> Result<(), Error> {
         let view = self.data.tree.view();
         // Other ranks know of it, so no error is a rejection.
+        let operation = (desc, path, self.data.operations.scheduled_number());
         let result = self.run_schedule(operation, schedule, buffers, deadline).map_err(Error::ending);
         // A new tree does not know the announcement.
         let announced = announced.filter(|_| self.data.tree.view() == view);

@@ -1,5 +1,6 @@
 //! Joining: how a rank becomes a member of its job and takes its place in a tree.
 
+use super::compare::Comparison;
 use super::config::{JoinConfig, JoinError};
 use super::connections::{Connections, HostPath};
 use super::core::{Core, Members};
@@ -93,6 +94,7 @@ pub(crate) fn join_as(mut config: JoinConfig, stripe: Option<StripeOf>) -> Resul
         }
     };
     let data = DataPath {
+        comparison: Comparison::default(),
         config,
         place,
         tree: TreeEnd::new(tree),

@@ -95,7 +95,7 @@ impl Core {
         let buffers =
             Buffers::Separate { input: bytemuck::bytes_of(&own), output: bytemuck::cast_slice_mut(&mut votes) };
         let schedule = self.data.schedule(&desc, path, false)?;
-        self.run_schedule((&desc, path), &schedule, buffers, deadline)?;
+        self.run_schedule((&desc, path, 0), &schedule, buffers, deadline)?;
         if let Some(why) = vote.declines(&votes, self.data.watch.job_view()) {
             self.decline(None, &why);
         }

@@ -31,6 +31,7 @@
 
 mod calls;
 mod change;
+mod compare;
 mod config;
 mod connections;
 mod core;
@@ -45,6 +46,7 @@ mod foreign;
 #[cfg(feature = "snapshot")]
 pub(crate) mod harness;
 mod host;
+mod in_flight;
 mod join;
 mod leave;
 mod membership;

@@ -9,15 +9,14 @@
 //! - calls are numbered alike on all ranks: a rejected call gives its number to the next.
 
 use super::error::Error;
-use super::extent::Extent;
+use super::in_flight::{BorrowedBuffers, InFlight, TreeBuffers};
 use super::options::Outcome;
 use super::owned::Owned;
 use super::selection::Chosen;
-use crate::exec::Buffers;
 use crate::schedule::Schedule;
 use crate::select::Algo;
 use crate::transport::memory::Transfer;
-use crate::transport::packets::{self, OpId};
+use crate::transport::packets::OpId;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Instant;
@@ -89,6 +88,11 @@ struct Scheduling {
     is_detached: bool,
 }
 
+/// Return the number of a call as other ranks are told it: from 1, modulo 2^32.
+const fn number_of(call: u64) -> u32 {
+    (call as u32).wrapping_add(1)
+}
+
 /// Counters at the beginning of an operation.
 #[derive(Clone, Copy)]
 pub(super) struct CounterSnapshot {
@@ -97,31 +101,6 @@ pub(super) struct CounterSnapshot {
     pub(super) wire_bytes: u64,
     pub(super) retransmits: u64,
     pub(super) at: Instant,
-}
-
-/// The buffers of a started operation in the tree.
-pub(super) struct TreeBuffers {
-    handle: u64,
-    buffers: Owned,
-}
-
-impl TreeBuffers {
-    pub(super) fn input(&self) -> &[u8] {
-        let Owned { memory, output, scaled, extent } = &self.buffers;
-        match (scaled, output) {
-            (Some(scaled), _) => scaled,
-            (None, Some(_)) => memory.bytes(),
-            (None, None) => &memory.bytes()[extent.input.clone()],
-        }
-    }
-
-    pub(super) fn output(&mut self) -> &mut [u8] {
-        let Owned { memory, output, extent, .. } = &mut self.buffers;
-        match output {
-            Some(output) => output.bytes_mut(),
-            None => &mut memory.bytes_mut()[extent.output.clone()],
-        }
-    }
 }
 
 /// An operation that has been started, and not waited for.
@@ -149,35 +128,6 @@ pub(super) struct Started {
     pub(super) is_detached: bool,
 }
 
-/// The buffers that a blocking call borrows from its caller.
-pub(super) struct BorrowedBuffers<'c, 'b> {
-    pub(super) op: OpId,
-    pub(super) extent: &'c Extent,
-    pub(super) buffers: &'c mut Buffers<'b>,
-}
-
-/// The buffers of all operations in the tree: of a blocking call, and of started operations.
-pub(super) struct InFlight<'c, 'b> {
-    pub(super) owned: &'c mut BTreeMap<OpId, TreeBuffers>,
-    pub(super) borrowed: Option<BorrowedBuffers<'c, 'b>>,
-}
-
-impl packets::Buffers for InFlight<'_, '_> {
-    fn input(&self, op: OpId) -> &[u8] {
-        match &self.borrowed {
-            Some(borrowed) if borrowed.op == op => borrowed.extent.input(borrowed.buffers),
-            _ => self.owned.get(&op).map_or(&[], TreeBuffers::input),
-        }
-    }
-
-    fn output(&mut self, op: OpId) -> &mut [u8] {
-        match &mut self.borrowed {
-            Some(borrowed) if borrowed.op == op => borrowed.extent.output(borrowed.buffers),
-            _ => self.owned.get_mut(&op).map_or(&mut [], TreeBuffers::output),
-        }
-    }
-}
-
 /// The operations of a communicator in flight.
 pub(super) struct Operations {
     /// The maximum number of started host collectives that have not run.
@@ -190,6 +140,8 @@ pub(super) struct Operations {
     next_handle: u64,
     /// The number of the call that is running.
     pub(super) calling: Option<u64>,
+    /// The operation of the call that is running, while it waits in the tree.
+    pub(super) calling_in_tree: Option<OpDesc>,
     /// The started call whose schedule is running.
     scheduling: Option<Scheduling>,
     #[cfg(feature = "planted")]
@@ -206,6 +158,7 @@ impl Operations {
             schedules: VecDeque::new(),
             next_handle: 0,
             calling: None,
+            calling_in_tree: None,
             scheduling: None,
             #[cfg(feature = "planted")]
             bug: None,
@@ -379,6 +332,30 @@ impl Operations {
         let scheduling = self.scheduling.as_mut().map(|scheduling| &mut scheduling.call);
         let others = self.calling.iter_mut().chain(scheduling);
         started.chain(others).filter(|number| **number > call).for_each(|number| *number -= 1);
+    }
+
+    /// The call that was running has ended.
+    pub(super) const fn end_call(&mut self) {
+        (self.calling, self.calling_in_tree) = (None, None);
+    }
+
+    /// Return the number of the call whose schedule is running, as other ranks are told it.
+    pub(super) fn scheduled_number(&self) -> u32 {
+        let scheduling = self.scheduling.as_ref().map(|scheduling| scheduling.call);
+        scheduling.or(self.calling).map_or(0, number_of)
+    }
+
+    /// Return whether any operation waits in the tree.
+    pub(super) fn waits_in_tree(&self, completed_below: OpId) -> bool {
+        self.calling_in_tree.is_some() || self.is_any_in_tree(completed_below)
+    }
+
+    /// Return the operation of the call with this number, if it waits in the tree.
+    pub(super) fn in_tree_by_number(&self, number: u32, completed_below: OpId) -> Option<OpDesc> {
+        let calling = self.calling.zip(self.calling_in_tree);
+        let in_tree = |(_, in_tree): (_, &TreeBuffers)| self.started.get(&in_tree.handle);
+        let started = self.owned.range(completed_below..).filter_map(in_tree).map(|of| (of.call, of.desc));
+        calling.into_iter().chain(started).find(|(call, _)| number_of(*call) == number).map(|(_, desc)| desc)
     }
 
     /// Return the call numbers of operations in the tree, and the first incomplete call that is not there; `next` is

@@ -66,7 +66,7 @@ impl Run<'_> {
             Ok(Some(error)) if error.kind() == ErrorKind::ConnectionReset => return Ok(()),
             _ => return Err(ExecError::RankLost { rank: peer }.into()),
         }
-        let header = Header::bare(FrameKind::Announce, self.call, 0).emit();
+        let header = Header { number: self.number, ..Header::bare(FrameKind::Announce, self.call, 0) }.emit();
         let bytes = self.mesh.one_shot(peer, &header)?;
         // A new socket's buffer holds it all; otherwise it is retried after the next pause.
         let sent = write(&one_shot, &bytes, &[]);

@@ -88,6 +88,16 @@ impl Mesh {
         self.board.board.get_or_insert(board);
     }
 
+    /// Return the headers of what other ranks have posted in the round that comes next here.
+    pub(super) fn posted_calls(&self) -> impl Iterator<Item = Header> {
+        let board = self.board.board.as_ref().filter(|_| self.board.is_agreed);
+        let others = (0..self.place.ranks()).map(Rank).filter(|peer| *peer != self.rank());
+        board.into_iter().flat_map(move |board| {
+            let posts = others.clone().filter_map(|peer| Some((peer, board.description_of(peer.0, 0)?)));
+            posts.filter_map(|(peer, description)| Header::parse(peer, &description).ok())
+        })
+    }
+
     /// Create the board and hand it to all others, as rank 0; once.
     fn create_board(&mut self) {
         if self.rank() != Rank(0) || std::mem::replace(&mut self.board.is_tried, true) {
@@ -205,7 +215,8 @@ impl Run<'_> {
         }
         let bytes = self.memory.outgoing(self.region_to_post());
         let Some(board) = &mut self.mesh.board.board else { return false };
-        let header = Header { len_bytes: bytes.len(), ..Header::bare(FrameKind::Data, self.call, 0) };
+        let (len_bytes, number) = (bytes.len(), self.number);
+        let header = Header { len_bytes, number, ..Header::bare(FrameKind::Data, self.call, 0) };
         if !board.post(self.mesh.board.history.hash, &header.emit(), bytes) {
             return false;
         }

@@ -14,7 +14,7 @@
 //! | 24..28 | payload length |
 //! | 28..32 | collective, dtype, op, path |
 //! | 32..36 | root |
-//! | 36..40 | zero |
+//! | 36..40 | number of the call, from 1, modulo 2^32; 0 for what no call is |
 //! | 40..48 | element count |
 //! | 48..56 | length of the whole transfer in bytes (data, reference) |
 //! | 56..64 | address of the payload in the sender's memory (reference) |
@@ -68,12 +68,14 @@ pub(super) struct Header {
     pub(super) address: u64,
     /// The sender has the board.
     pub(super) has_board: bool,
+    /// The number of the call ([`super::Context::number`]).
+    pub(super) number: u32,
 }
 
 impl Header {
     /// Return the header of a frame without a payload.
     pub(super) const fn bare(kind: FrameKind, call: Call, step: u32) -> Self {
-        Self { kind, call, step, len_bytes: 0, transfer_bytes: 0, address: 0, has_board: false }
+        Self { kind, call, step, len_bytes: 0, transfer_bytes: 0, address: 0, has_board: false, number: 0 }
     }
 
     pub(super) fn emit(&self) -> [u8; HEADER_BYTES] {
@@ -98,6 +100,7 @@ impl Header {
         bytes[30] = call.op.map_or(0, ReduceOp::to_wire);
         bytes[31] = call.path as u8;
         bytes[32..36].copy_from_slice(&call.root.0.to_le_bytes());
+        bytes[36..40].copy_from_slice(&self.number.to_le_bytes());
         bytes[40..48].copy_from_slice(&call.count.to_le_bytes());
         bytes[48..56].copy_from_slice(&self.transfer_bytes.to_le_bytes());
         bytes[56..64].copy_from_slice(&self.address.to_le_bytes());
@@ -144,7 +147,8 @@ impl Header {
         };
         let (transfer_bytes, address) = (u64_at(bytes, 48), u64_at(bytes, 56));
         let has_board = bytes[6] & 1 != 0;
-        Ok(Self { kind, call, step: u32_at(bytes, 20), len_bytes, transfer_bytes, address, has_board })
+        let (step, number) = (u32_at(bytes, 20), u32_at(bytes, 36));
+        Ok(Self { kind, call, step, len_bytes, transfer_bytes, address, has_board, number })
     }
 }
 
@@ -212,14 +216,23 @@ mod tests {
     fn header() -> Header {
         let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 0x0102_0304_0506);
         let call = Call::new(Rank(3), 0x1112_1314, 0x2122_2324, &desc, Path::Ring);
-        let (transfer_bytes, address) = (0x3132_3334_3536, 0x4142_4344_4546);
-        Header { kind: FrameKind::Data, call, step: 5, len_bytes: 0x4000, transfer_bytes, address, has_board: true }
+        let (transfer_bytes, address, number) = (0x3132_3334_3536, 0x4142_4344_4546, 0x5152_5354);
+        Header {
+            kind: FrameKind::Data,
+            call,
+            step: 5,
+            len_bytes: 0x4000,
+            transfer_bytes,
+            address,
+            has_board: true,
+            number,
+        }
     }
 
     #[test]
     fn header_has_golden_bytes() {
         let golden = *b"SMCF\x01\0\x01\0\x14\x13\x12\x11\0\0\0\0\x24\x23\x22\x21\x05\0\0\0\0\x40\0\0\x01\x0b\x01\x02\
-                        \0\0\0\0\0\0\0\0\x06\x05\x04\x03\x02\x01\0\0\
+                        \0\0\0\0\x54\x53\x52\x51\x06\x05\x04\x03\x02\x01\0\0\
                         \x36\x35\x34\x33\x32\x31\0\0\x46\x45\x44\x43\x42\x41\0\0";
         assert_eq!(header().emit(), golden);
         assert_eq!(Header::parse(Rank(3), &golden), Ok(header()));

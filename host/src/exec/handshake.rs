@@ -48,8 +48,8 @@ pub(super) enum HandshakeOutcome {
     Dropped,
     /// A one-shot connection delivered an error.
     Aborted(ExecError),
-    /// A one-shot connection announced the operation in which its rank waits for this one.
-    Announced(Call),
+    /// A one-shot connection announced the operation in which its rank waits for this one, and the call's number.
+    Announced(Call, u32),
 }
 
 impl Run<'_> {
@@ -170,7 +170,7 @@ impl Mesh {
         pending.fill(ONE_SHOT_BODY)?;
         let header = std::array::from_fn(|byte| pending.bytes[HELLO_BYTES + byte]);
         let no_frame = Stop::Refused("they sent no valid frame");
-        let Ok(Header { kind: kind @ (FrameKind::Announce | FrameKind::Abort), call, len_bytes, .. }) =
+        let Ok(Header { kind: kind @ (FrameKind::Announce | FrameKind::Abort), call, len_bytes, number, .. }) =
             Header::parse(peer, &header)
         else {
             return Err(no_frame);
@@ -178,18 +178,18 @@ impl Mesh {
         let end = ONE_SHOT_BODY + len_bytes;
         pending.fill(end + PROOF_BYTES)?;
         let mac = std::array::from_fn(|byte| pending.bytes[end + byte]);
-        let number = pending.hello()?.number;
+        let one_shot = pending.hello()?.number;
         if !is_one_shot_proven(&self.secret, &pending.bytes[..end], &mac) {
             return Err(Refusal::Secret.into());
         }
         let seen = &mut self.one_shots_seen[peer.0 as usize];
-        if number <= *seen {
+        if one_shot <= *seen {
             return Err(Stop::Refused("they repeated a one-shot connection"));
         }
-        *seen = number;
+        *seen = one_shot;
         Ok(match kind {
             FrameKind::Abort => HandshakeOutcome::Aborted(AbortFrame::parse(peer, &pending.bytes[ONE_SHOT_BODY..end])),
-            _ => HandshakeOutcome::Announced(call),
+            _ => HandshakeOutcome::Announced(call, number),
         })
     }
 

@@ -108,6 +108,8 @@ pub(super) struct Tx {
     is_reference: bool,
     /// Whether frames say that this rank has the board.
     pub(super) has_board: bool,
+    /// The number of the call that frames belong to.
+    pub(super) number: u32,
 }
 
 impl Default for Tx {
@@ -118,6 +120,7 @@ impl Default for Tx {
             reference: None,
             is_reference: false,
             has_board: false,
+            number: 0,
             header: [0; HEADER_BYTES],
             header_left: 0,
             left_bytes: 0,
@@ -414,7 +417,8 @@ impl Link {
     }
 
     /// Reset the counts of the last operation.
-    pub(super) const fn begin_operation(&mut self) {
+    pub(super) const fn begin_operation(&mut self, number: u32) {
+        self.tx.number = number;
         self.rx.transfers = 0;
         self.tx.transfers = 0;
         self.tx.announced = false;
@@ -429,9 +433,9 @@ impl Tx {
 
     fn begin(&mut self, kind: FrameKind, call: &Call, (transfer_bytes, address): (u64, u64)) {
         let len_bytes = self.left_bytes;
-        let has_board = self.has_board;
-        let header =
-            Header { len_bytes, transfer_bytes, address, has_board, ..Header::bare(kind, *call, self.transfers) };
+        let (has_board, number) = (self.has_board, self.number);
+        let bare = Header::bare(kind, *call, self.transfers);
+        let header = Header { len_bytes, transfer_bytes, address, has_board, number, ..bare };
         self.header = header.emit();
         self.header_left = HEADER_BYTES;
         self.bare = (kind == FrameKind::Announce).then_some(kind);

@@ -10,7 +10,7 @@ use super::auth::{
     check_head, one_shot,
 };
 use super::board::BoardState;
-use super::error::{ExecError, MeshError};
+use super::error::{Call, ExecError, MeshError};
 use super::handshake::Pending;
 use super::link::{IoOutcome, Link, PAGE_BYTES, State, write};
 use super::message::Messages;
@@ -49,6 +49,8 @@ pub struct Mesh {
     pub(super) pending: Vec<Pending>,
     /// One-shot announcements to lower ranks that have not dialled.
     pub(super) announcements: Vec<(Rank, TcpStream)>,
+    /// Calls that other ranks have announced while this one was in none, with their numbers; at most one for each rank.
+    pub(super) announced: Vec<(u32, Call)>,
     /// Point-to-point messages.
     pub(super) messages: Messages,
     /// How memory is shared with other ranks, or why it is not.
@@ -120,6 +122,7 @@ impl Mesh {
             addresses,
             pending: Vec::new(),
             announcements: Vec::new(),
+            announced: Vec::new(),
             poisoned: None,
             refusals: RefusalCount::default(),
             one_shots: 0,

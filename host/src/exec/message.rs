@@ -266,6 +266,22 @@ pub fn cancel(mesh: &mut Mesh, error: ExecError) {
     messages_run(mesh, &schedule, Instant::now(), Vec::new()).fail(&Failure::Local(error));
 }
 
+/// Work on a mesh without a schedule.
+///
+/// # Errors
+/// The mesh's error if it has ended, or that of the work, which ends it.
+pub(super) fn without_schedule(
+    mesh: &mut Mesh,
+    work: impl FnOnce(&mut Run<'_>) -> Result<(), Failure>,
+) -> Result<(), ExecError> {
+    if let Some(error) = &mesh.poisoned {
+        return Err(error.clone());
+    }
+    let schedule = Schedule::moving(mesh.place, Layout::default());
+    let mut run = messages_run(mesh, &schedule, Instant::now() + POLL_DEADLINE, Vec::new());
+    work(&mut run).map_err(|failure| run.fail(&failure))
+}
+
 /// Make a run without a schedule.
 fn messages_run<'a>(
     mesh: &'a mut Mesh,

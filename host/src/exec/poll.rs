@@ -205,10 +205,15 @@ impl Run<'_> {
         match self.mesh.advance_handshake(index) {
             HandshakeOutcome::Aborted(error) => Err(Failure::Remote(error)),
             // An operation that this rank has not entered yet, or has left, says nothing about this one.
-            HandshakeOutcome::Announced(call) if !self.messages_only && call.op_index == self.call.op_index => {
+            HandshakeOutcome::Announced(call, number) if self.messages_only => {
+                self.mesh.announced.retain(|(_, other)| other.rank != call.rank);
+                self.mesh.announced.push((number, call));
+                Ok(())
+            }
+            HandshakeOutcome::Announced(call, _) if call.op_index == self.call.op_index => {
                 Ok(self.check_same_operation(&call)?)
             }
-            HandshakeOutcome::Announced(_)
+            HandshakeOutcome::Announced(..)
             | HandshakeOutcome::Joined
             | HandshakeOutcome::Incomplete
             | HandshakeOutcome::Dropped => Ok(()),

@@ -31,6 +31,9 @@ use sumac_hal::reduce::Kernel;
 pub struct Context {
     /// Number of the operation on this mesh; increases by one with each.
     pub op_index: u64,
+    /// The number of the call among all of its communicator, from 1, modulo 2^32; 0 if it is none. It tells a rank that
+    /// is in another kind of operation whether others are in the same call ([`super::other_calls`]).
+    pub number: u32,
     /// The signature that ranks compare ([`OpDesc::signature`]).
     pub signature: u32,
     /// The operation, for error messages.
@@ -86,7 +89,8 @@ impl<'a> Execution<'a> {
         }
         let memory = Memory::new(schedule, ctx.desc.element_bytes(), kernel, buffers.into(), &mut mesh.work)?;
         let call = Call::new(mesh.rank(), ctx.op_index, ctx.signature, &ctx.desc, ctx.path);
-        Ok(Self(Run::new(mesh, schedule, memory, (call, ctx.deadline), Vec::new(), false)))
+        let run = Run::new(mesh, schedule, memory, (call, ctx.deadline), Vec::new(), false);
+        Ok(Self(Run { number: ctx.number, ..run }))
     }
 
     /// Drive the operation until it is complete or paused.
@@ -143,6 +147,7 @@ pub(super) struct Run<'a> {
     pub(super) schedule: &'a Schedule,
     pub(super) memory: Memory<'a>,
     pub(super) call: Call,
+    pub(super) number: u32,
     pub(super) deadline: Instant,
     /// Whether its frames and connections are prepared.
     is_begun: bool,
@@ -197,6 +202,7 @@ impl<'a> Run<'a> {
             schedule,
             memory,
             call,
+            number: 0,
             deadline,
             is_begun,
             board_use,
@@ -258,7 +264,7 @@ impl<'a> Run<'a> {
     }
 
     fn begin(&mut self) -> Result<(), Failure> {
-        self.mesh.links.iter_mut().for_each(|link| link.begin_operation());
+        self.mesh.links.iter_mut().for_each(|link| link.begin_operation(self.number));
         self.begin_on_board();
         self.dial_peers()?;
         for peer in 0..self.mesh.links.len() {
@@ -268,6 +274,7 @@ impl<'a> Run<'a> {
             }
         }
         self.mesh.announcements.clear();
+        self.mesh.announced.clear();
         self.enter_step();
         Ok(())
     }

@@ -95,7 +95,8 @@ pub(crate) fn on_ranks<T: Send>(meshes: &mut [Mesh], body: impl Fn(&mut Mesh) ->
 }
 
 pub(crate) fn context(op_index: u64, desc: OpDesc, path: Path) -> Context {
-    Context { op_index, signature: desc.signature(path, 1), desc, path, deadline: Instant::now() + LONG }
+    let number = op_index as u32 + 1;
+    Context { op_index, number, signature: desc.signature(path, 1), desc, path, deadline: Instant::now() + LONG }
 }
 
 pub(crate) fn all_reduce(

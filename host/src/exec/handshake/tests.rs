@@ -194,13 +194,14 @@ fn half_open_connections_are_closed_at_the_limit() {
 fn recorded_one_shot_is_refused() {
     let mut meshes = meshes(3);
     let call = Call::new(Rank(0), 0, 0, &OpDesc::barrier(), Path::Ring);
-    let header = Header::bare(FrameKind::Announce, call, 0).emit();
+    let header = Header { number: 9, ..Header::bare(FrameKind::Announce, call, 0) }.emit();
     let abort = AbortFrame::new(call, &ExecError::RankLost { rank: Rank(2) });
     let first = meshes[0].one_shot(Rank(1), &header).expect("random bytes");
     let second = meshes[0].one_shot(Rank(1), abort.bytes()).expect("random bytes");
     let mut forged = second.clone();
     forged[HELLO_BYTES + 8] ^= 1;
-    assert!(matches!(replay(&mut meshes[1], &[&first]).0, HandshakeOutcome::Announced(announced) if announced == call));
+    let announced = replay(&mut meshes[1], &[&first]).0;
+    assert!(matches!(announced, HandshakeOutcome::Announced(announced, 9) if announced == call));
     for refused in [&first, &forged] {
         assert!(matches!(replay(&mut meshes[1], &[refused]).0, HandshakeOutcome::Dropped));
     }

@@ -1,0 +1,90 @@
+//! Comparing calls with those of ranks that do not announce theirs to the tree.
+//!
+//! A host collective is announced to the tree, whose nodes compare it with what the other ranks call. That costs the
+//! devices as much as an operation. Short ones among the ranks of one machine, which take less, are therefore not
+//! announced. Instead, a rank that waits in the tree looks now and then at what has arrived from the others: the number
+//! of their call tells whether it should be the same.
+//!
+//! Invariants:
+//! - What is announced follows from the operation and the job, so all ranks announce the same operations.
+//! - A rank that finds another call under its own call's number ends the job's communicator on all ranks, as a node
+//!   would.
+
+use super::connections::HostPath;
+use super::error::Error;
+use super::operations::Operations;
+use crate::exec::board::is_for_board;
+use crate::exec::{NoInterrupt, end_different, other_calls};
+use crate::transport::packets::OpId;
+use std::time::{Duration, Instant};
+use sumac_hal::op::{OpDesc, Path};
+use sumac_hal::wire::StragglerLimit;
+
+/// How often a rank that waits in the tree looks at the others' calls.
+const INTERVAL: Duration = Duration::from_millis(20);
+
+/// Return whether a host collective of ranks on one machine is left to them to compare. Straggler limits are the tree's
+/// to watch.
+pub(super) fn is_left_to_ranks(desc: &OpDesc, path: Path, limit: Option<StragglerLimit>, ranks: u32) -> bool {
+    limit.is_none() && is_for_board(desc, path, ranks)
+}
+
+/// When a rank that waits in the tree looks at the others' calls next.
+#[derive(Debug, Default)]
+pub(super) struct Comparison {
+    /// `None` while nothing waits.
+    due_at: Option<Instant>,
+}
+
+impl Comparison {
+    /// Something is complete, so nobody has waited long.
+    pub(super) const fn put_off(&mut self) {
+        self.due_at = None;
+    }
+
+    /// Look at the others' calls if it is time and an operation waits in the tree, where those below a number are
+    /// complete. Returns when to look next.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] if another rank called something else.
+    pub(super) fn compare(
+        &mut self,
+        now: Instant,
+        host: &mut HostPath,
+        (operations, completed_below): (&Operations, OpId),
+        table_version: u32,
+    ) -> Result<Option<Duration>, Error> {
+        if !operations.waits_in_tree(completed_below) {
+            self.due_at = None;
+            return Ok(None);
+        }
+        match self.due_at {
+            Some(due_at) if due_at > now => return Ok(Some(due_at - now)),
+            Some(_) => compare_now(host, (operations, completed_below), table_version)?,
+            None => {}
+        }
+        self.due_at = Some(now + INTERVAL);
+        Ok(Some(INTERVAL))
+    }
+}
+
+fn compare_now(
+    host: &mut HostPath,
+    (operations, completed_below): (&Operations, OpId),
+    table_version: u32,
+) -> Result<(), Error> {
+    let Some(mesh) = host.mesh() else { return Ok(()) };
+    let calls = match other_calls(mesh, &mut NoInterrupt) {
+        Ok(calls) => calls,
+        // Another rank has noticed it first. Other errors are those of later operations.
+        Err(error) => match Error::from(error) {
+            error @ Error::Mismatch { .. } => return Err(error),
+            _ => return Ok(()),
+        },
+    };
+    let in_tree = |number| operations.in_tree_by_number(number, completed_below);
+    let different = calls.into_iter().find_map(|(number, theirs)| Some((in_tree(number)?, theirs)));
+    different.map_or(Ok(()), |(desc, theirs)| {
+        Err(end_different(mesh, (&desc, desc.signature(Path::Tree, table_version)), theirs).into())
+    })
+}
