@@ -4,10 +4,11 @@ mod common;
 
 use common::{Cluster, plain};
 use std::time::Duration;
+use sumac::schedule::Shape;
 use sumac::testing::{LocalCluster, LocalClusterConfig};
 use sumac::{
-    Algo, BUCKET_BYTES, Buffers, CallOptions, Cart, Collective, Communicator, Dtype, Error, OpDesc, Order, Path,
-    ReduceOp,
+    Algo, BUCKET_BYTES, Buffers, CallOptions, Cart, Collective, Communicator, Dtype, Error, JoinConfig, OpDesc, Order,
+    Path, ReduceOp,
 };
 use sumac_hal::ids::Rank;
 
@@ -106,6 +107,55 @@ fn every_collective_gives_exact_results_by_every_path() {
         let by_schedules = paths[0].iter().filter(|(_, path)| *path != Path::Tree).count();
         assert_eq!(by_schedules, if ranks == 1 { 9 } else { 49 }, "{:?}", paths[0]);
     }
+}
+
+const SHAPED: [(Algo, Path); 4] = [
+    (Algo::Ring2d, Path::Ring2d),
+    (Algo::Torus2d, Path::Torus2d),
+    (Algo::Mesh2d, Path::Mesh2d),
+    (Algo::HierarchicalRing, Path::HierarchicalRing),
+];
+
+#[test]
+fn algorithms_of_several_dimensions_give_exact_results_in_every_shape() {
+    let cluster = Cluster::start(2, 4);
+    for (ranks, shape) in [(4, "2x2"), (6, "2x3"), (6, "servers:2"), (8, "2x2x2"), (8, "servers:4"), (9, "3x3")] {
+        let configure = |config: &mut JoinConfig| config.set("shape", shape).expect("a shape");
+        cluster.run(&format!("shaped-{ranks}-{}", shape.replace(':', "-")), ranks, configure, |comm| {
+            assert_eq!(comm.facts().shape.to_string(), shape);
+            for collective in [Collective::AllReduce, Collective::ReduceScatter, Collective::AllGather] {
+                for count in [0, 1, 13, 5 * 1024 + 1] {
+                    let desc = describe(collective, 0, count);
+                    for (algo, path) in SHAPED {
+                        assert_eq!(run(&comm, &desc, algo), Some(path), "{desc} by {algo} in {shape}");
+                    }
+                }
+            }
+            for algo in [Algo::Swing, Algo::SwingLatency] {
+                assert!(run(&comm, &describe(Collective::AllReduce, 0, 777), algo).is_some());
+            }
+            // Half of the ranks are no such grid.
+            let half = comm.split(Some(comm.rank() % 2), 0).expect("a split").expect("a color");
+            assert_eq!(half.facts().shape, Shape::Line);
+            assert_eq!(run(&half, &describe(Collective::AllReduce, 0, 13), Algo::Ring2d), None);
+            let all = comm.split(Some(0), 0).expect("a split").expect("a color");
+            assert_eq!(all.facts().shape.to_string(), shape, "as many ranks keep it");
+            [half, all, comm].into_iter().for_each(Communicator::leave);
+        });
+    }
+}
+
+#[test]
+fn ranks_in_a_line_refuse_algorithms_of_several_dimensions_by_name() {
+    let cluster = Cluster::start(1, 4);
+    cluster.run("line", 4, plain, |comm| {
+        for (algo, path) in SHAPED {
+            let why = comm.explain(&describe(Collective::AllReduce, 0, 13), algo).to_string();
+            assert!(why.contains(&format!("{} needs at least two dimensions", path.name())), "{why}");
+            assert_eq!(run(&comm, &describe(Collective::AllReduce, 0, 13), algo), None);
+        }
+        comm.leave();
+    });
 }
 
 /// In place, the shorter of input and output is the rank's block in the longer one.

@@ -244,6 +244,14 @@ wire_enum! {
         Bine = 27, "bine";
         /// Van de Geijn's broadcast: scatter, then all-gather.
         VanDeGeijn = 28, "van-de-geijn";
+        /// Rings along the dimensions of a grid, one after the other.
+        Ring2d = 29, "2d-ring";
+        /// Rings along all dimensions of a torus at once, each on its share.
+        Torus2d = 30, "2d-torus";
+        /// Exchanges between neighbours of a mesh without links around its ends.
+        Mesh2d = 31, "2d-mesh";
+        /// Full meshes inside servers, and rings between them.
+        HierarchicalRing = 32, "hier-ring";
     }
 }
 

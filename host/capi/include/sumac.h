@@ -532,6 +532,22 @@ enum sumac_path
      * Van de Geijn's broadcast.
      */
     SUMAC_PATH_VAN_DE_GEIJN = 28,
+    /**
+     * Rings along the dimensions of a grid, one after the other.
+     */
+    SUMAC_PATH_RING_2D = 29,
+    /**
+     * Rings along all dimensions of a torus at once.
+     */
+    SUMAC_PATH_TORUS_2D = 30,
+    /**
+     * Exchanges between neighbours of a mesh.
+     */
+    SUMAC_PATH_MESH_2D = 31,
+    /**
+     * Full meshes inside servers, and rings between them.
+     */
+    SUMAC_PATH_HIERARCHICAL_RING = 32,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L

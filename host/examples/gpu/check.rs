@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use sumac::gpu::cuda::Cuda;
 use sumac::gpu::engine::Bulk;
 use sumac::gpu::{FakeGpu, Gpu, GpuBuffers, GpuError, Group, GroupOptions, Part, Request, Staging};
-use sumac::schedule::{ALGORITHMS, Place, Problem, tree::Tree};
+use sumac::schedule::{ALGORITHMS, Algorithm, Place, Problem, Shape, tree::Tree};
 use sumac::{Algo, Collective, Dtype, OpDesc, Order, Rank, ReduceOp};
 use sumac_hal::reduce::Kernel;
 
@@ -173,13 +173,16 @@ fn others<G: Gpu>(
     let ranks = group.ranks();
     let Ok(tree) = Tree::flat(ranks, Order::TreeFold) else { return 0 };
     let mut compared = 0;
-    for algorithm in ALGORITHMS.iter().filter(|algorithm| algorithm.pattern.collective() != Collective::Barrier) {
+    // A group has no shape, and no data for a barrier.
+    let has =
+        |algorithm: &&Algorithm| algorithm.pattern.collective() != Collective::Barrier && !algorithm.needs_dimensions();
+    for algorithm in ALGORITHMS.iter().filter(has) {
         let collective = algorithm.pattern.collective();
         for dtype in [Dtype::F32, Dtype::Bf16] {
             let Some(kernel) = Kernel::new(dtype, ReduceOp::Sum) else { continue };
             let (count, root) = (1 + (draws.next() >> 32) as usize % 500, Rank((draws.next() >> 32) as u32 % ranks));
             let root = if collective.is_rooted() { root } else { Rank(0) };
-            let problem = |place| Problem { place, count, root, tree: &tree };
+            let problem = |place| Problem { place, count, root, tree: &tree, shape: Shape::Line };
             let layouts: Vec<_> =
                 Place::all(ranks).map(|place| *(algorithm.schedule)(&problem(place)).layout()).collect();
             let op = collective.reduces().then_some(ReduceOp::Sum);

@@ -48,6 +48,7 @@ const SETTINGS: [&str; 21] = [
     "host",
     "order",
     "algo",
+    "shape",
     "deadline",
     "join_timeout",
     "wait_for_tree",

@@ -88,6 +88,7 @@ impl JoinConfig {
     /// | `host` | `SUMAC_HOST` | the host's name in the fabric; set it on all ranks or on none |
     /// | `order` | `SUMAC_ORDER` | `arrival`, `fold` or `pairwise` |
     /// | `algo` | `SUMAC_ALGO` | the name of an [`Algo`](crate::Algo), as `auto`, `tree` or `ring` |
+    /// | `shape` | `SUMAC_SHAPE` | a [`Shape`](crate::schedule::Shape), as `line`, `4x8` or `servers:4` |
     /// | `deadline` | `SUMAC_DEADLINE` | seconds |
     /// | `join_timeout` | `SUMAC_JOIN_TIMEOUT` | seconds |
     /// | `bind` | `SUMAC_BIND` | an IP address or a host name; default: the address that routes to the controller |
@@ -261,6 +262,7 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
         let orders = [("arrival", Order::Arrival), ("fold", Order::TreeFold), ("pairwise", Order::TreePairwise)];
         set(&mut config.order, self.one_of("SUMAC_ORDER", &orders)?);
         set(&mut config.algo, self.named("SUMAC_ALGO")?);
+        set(&mut config.shape, self.named("SUMAC_SHAPE")?.map(Some));
         set(&mut config.deadline, self.seconds("SUMAC_DEADLINE")?);
         let switch = |name| self.one_of(name, &[("1", true), ("0", false)]);
         // The old name first, so that the new one beats it.
@@ -393,6 +395,7 @@ const KNOWN: [&str; 41] = [
     "SUMAC_PROGRESS",
     "SUMAC_RANK",
     "SUMAC_RECOVER",
+    "SUMAC_SHAPE",
     "SUMAC_SSH",
     "SUMAC_STRAGGLER",
     "SUMAC_SUPERVISOR",

@@ -132,6 +132,7 @@ pub use split::SplitError;
 use crate::controller::proto::QueuePosition;
 use crate::deadline::after;
 use crate::engine::{Core, Notices, SharedCore, Stripes, join_as};
+use crate::schedule::Shape;
 use crate::select::{Algo, Explanation, JobFacts, Origin};
 use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
@@ -225,7 +226,7 @@ impl Communicator {
         match self.lock() {
             Ok(core) => core.facts(),
             // This process was forked: it is no rank.
-            Err(_) => JobFacts { ranks: self.size(), ranks_per_host: 1, tree: None },
+            Err(_) => JobFacts { ranks: self.size(), ranks_per_host: 1, shape: Shape::Line, tree: None },
         }
     }
 

@@ -44,7 +44,7 @@ impl Communicator {
     /// [`JoinConfig::join_timeout`](super::JoinConfig). This communicator stays as it is.
     ///
     /// The controller decides which ranks survive, the same for all. With a declared order, the new communicator has
-    /// its own expression, over fewer ranks.
+    /// its own expression, over fewer ranks. If there are fewer, its shape is that of their machines.
     ///
     /// # Errors
     /// [`ShrinkError`] if this rank is no longer a member, or the controller or the join fails.
@@ -63,7 +63,7 @@ impl Communicator {
             return Err(ShrinkError::NotMember { name: config.job });
         };
         config.job = derived_name(&config.job, &format!("~{round}"));
-        (config.rank, config.world) = (place as u32, ranks.len() as u32);
+        config.become_rank(place as u32, ranks.len() as u32);
         let name = config.job.clone();
         let joined = Self::join(config).map_err(|source| ShrinkError::Join { name, source: Box::new(source) })?;
         if let Ok(mut core) = joined.lock() {

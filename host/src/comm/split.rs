@@ -44,8 +44,8 @@ impl Communicator {
     }
 
     /// Split the communicator, with a configuration of its own: `configure` may change the order, the algorithm, the
-    /// deadline and so on, which are otherwise taken from this communicator. The order must be the same on all ranks of
-    /// a color.
+    /// deadline and so on, which are otherwise taken from this communicator. The shape is, if as many ranks form the
+    /// new one. The order must be the same on all ranks of a color.
     ///
     /// # Errors
     /// [`SplitError`] if the exchange or the join fails.
@@ -72,7 +72,7 @@ impl Communicator {
         let Some(color) = color else { return Ok(None) };
         let (rank, world) = place(&all, color, key, self.rank());
         config.job = derived_name(&config.job, &format!("/{nth}.{color}"));
-        (config.rank, config.world) = (rank, world);
+        config.become_rank(rank, world);
         configure(&mut config);
         let name = config.job.clone();
         let joined = Self::join(config).map_err(|source| SplitError::Join { name, source: Box::new(source) })?;

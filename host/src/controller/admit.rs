@@ -5,7 +5,7 @@
 
 mod alike;
 mod attach;
-mod facts;
+pub(super) mod facts;
 mod paths;
 mod rails;
 mod request;

@@ -20,6 +20,7 @@ pub use terms::{DEFAULT_TENANT, InvalidTenant, MAX_TENANT_LEN, Terms, Transport,
 pub type Attach = Transport;
 
 use crate::plan::Child;
+use crate::schedule::Shape;
 use crate::secret::JobSecret;
 use crate::select::{CostTable, TreeFacts};
 use crate::transport::packets::EndpointConfig;
@@ -328,6 +329,8 @@ pub struct Membership {
     pub expression: Vec<Vec<Child>>,
     /// The constants of the cost model.
     pub table: CostTable,
+    /// How the job's ranks lie. They keep what they got when the job started.
+    pub shape: Shape,
 }
 
 /// A rank's place in its tree.

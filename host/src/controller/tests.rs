@@ -15,6 +15,7 @@ mod replan;
 mod reports;
 mod resume;
 mod session;
+mod shapes;
 mod stripes;
 mod unlocked;
 mod versions;

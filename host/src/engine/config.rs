@@ -7,6 +7,7 @@ use crate::controller::proto::{DEFAULT_TENANT, RailGrant, Transport};
 use crate::controller::{ClientError, ControllerAddr, TREES_MAX, first_reachable};
 use crate::exec::{MeshError, SharedMemory};
 use crate::local_address::{self, InterfaceFilter, LocalAddressError};
+use crate::schedule::Shape;
 use crate::select::Algo;
 use crate::transport::local::{HostDevices, default_host_devices};
 use crate::transport::memory::AttachError;
@@ -48,6 +49,10 @@ pub struct JoinConfig {
     pub order: Order,
     /// The default algorithm of calls. Default [`Algo::Auto`], the cheapest path.
     pub algo: Algo,
+    /// How the job's ranks lie, for algorithms that use it; it must fit `world`. A communicator that is split or shrunk
+    /// from this one has it only if it has as many ranks. `None`, the default: servers, if each machine has equally
+    /// many consecutive ranks, otherwise a line. Must be the same on all ranks.
+    pub shape: Option<Shape>,
     /// The default time limit of calls. Default 60 s.
     pub deadline: Duration,
     /// How long joining waits for the other ranks. Default 60 s.
@@ -138,6 +143,7 @@ impl JoinConfig {
             host: None,
             order: Order::Arrival,
             algo: Algo::Auto,
+            shape: None,
             deadline: Duration::from_secs(60),
             join_timeout: Duration::from_secs(60),
             bind: Ipv4Addr::UNSPECIFIED.into(),
@@ -157,6 +163,14 @@ impl JoinConfig {
             progress: None,
             host_devices: default_host_devices(),
         }
+    }
+
+    /// Become another rank of another number of ranks. A shape is that of all ranks together: others have none.
+    pub(crate) fn become_rank(&mut self, rank: u32, world: u32) {
+        if world != self.world {
+            self.shape = None;
+        }
+        (self.rank, self.world) = (rank, world);
     }
 
     /// Return whether connections to ranks of this machine go through shared memory.
@@ -303,6 +317,15 @@ mod tests {
             let why = config().enter_at(&grant(index), &grant(own)).expect_err("no address");
             assert!(why.contains(&format!("number {index} of its server")) && why.contains("for 3;"), "{why}");
         }
+    }
+
+    #[test]
+    fn shape_is_kept_by_as_many_ranks_and_by_no_others() {
+        let mut config = JoinConfig { shape: "1x2".parse().ok(), ..config() };
+        config.become_rank(1, 2);
+        assert_eq!((config.rank, config.shape), (1, "1x2".parse().ok()));
+        config.become_rank(1, 4);
+        assert_eq!((config.world, config.shape), (4, None));
     }
 
     #[test]

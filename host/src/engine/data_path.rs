@@ -487,8 +487,9 @@ fn make_schedule(
     let of = ALGORITHMS.iter().filter(|algorithm| algorithm.pattern.collective() == desc.collective);
     let algorithm = of.into_iter().find(|algorithm| path == Path::Local || algorithm.path() == path);
     let no_schedule = || Error::Argument(format!("there is no {} schedule for {}", path.name(), desc.collective));
-    let tree = selection.context().declared.tree();
-    let problem = Problem { place, count, root: desc.root, tree };
+    let context = selection.context();
+    let (tree, shape) = (context.declared.tree(), context.shape_of(place.ranks()));
+    let problem = Problem { place, count, root: desc.root, tree, shape };
     let schedule = (algorithm.ok_or_else(no_schedule)?.schedule)(&problem);
     if is_in_place && schedule.layout().in_place_at.is_none() {
         return Err(Error::Argument(format!("{desc} by {} needs separate input and output buffers", path.name())));

@@ -128,7 +128,7 @@ impl Extent {
 mod tests {
     use super::*;
     use crate::schedule::tree::Tree;
-    use crate::schedule::{ALGORITHMS, Pattern, Problem};
+    use crate::schedule::{ALGORITHMS, Pattern, Problem, Shape};
     use sumac_hal::ctrl::Order;
     use sumac_hal::ids::Rank;
     use sumac_hal::op::{Dtype, ReduceOp};
@@ -141,7 +141,8 @@ mod tests {
                 let tree = Tree::flat(ranks, Order::TreeFold).expect("a tree");
                 for place in Place::all(ranks) {
                     for root in (0..ranks).map(Rank) {
-                        let schedule = (algorithm.schedule)(&Problem { place, count, root, tree: &tree });
+                        let schedule =
+                            (algorithm.schedule)(&Problem { place, count, root, tree: &tree, shape: Shape::Line });
                         let collective = algorithm.pattern.collective();
                         let op = collective.reduces().then_some(ReduceOp::Sum);
                         let dtype = (algorithm.pattern != Pattern::Barrier).then_some(Dtype::I16);

@@ -73,9 +73,10 @@ pub(crate) fn join_as(mut config: JoinConfig, stripe: Option<StripeOf>) -> Resul
     let selection = SelectionContext {
         ranks: world,
         ranks_per_host,
+        shape: membership.shape,
         order: config.order,
         tree: membership.tree.as_ref().map(|tree| tree.facts).map_err(Clone::clone),
-        declared: Declared::new(membership.expression, world, config.order)
+        declared: Declared::new(membership.expression, world, config.order, membership.shape)
             .map_err(|error| JoinError::Membership(error.to_string()))?,
         table: membership.table,
     };
@@ -161,6 +162,7 @@ fn join_request(
             trees: config.trees,
             rails: config.rails_len(),
             stripe: None,
+            shape: config.shape,
         },
     })
 }

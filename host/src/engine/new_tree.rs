@@ -55,7 +55,9 @@ impl Core {
                 return none(&why);
             }
         };
-        let declared = match Declared::new(expression, self.data.config.world, self.data.config.order) {
+        // The shape is the communicator's, whatever tree it has.
+        let shape = self.data.selection.context().shape;
+        let declared = match Declared::new(expression, self.data.config.world, self.data.config.order, shape) {
             // A communicator never changes its expression (PROTOCOL 9).
             Ok(declared)
                 if declared == self.data.selection.context().declared || self.data.config.order == Order::Arrival =>

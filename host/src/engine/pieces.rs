@@ -12,7 +12,7 @@ use super::tree::Tree;
 use crate::exec::{Buffers, ExecError, Interrupt, JobSecret, Mesh};
 use crate::recovery::{self, Attempt, Ballot, Dead, Landed, Piece, Source};
 use crate::schedule::Place;
-use crate::select::{Algo, SelectionContext, explain};
+use crate::select::{Algo, explain};
 use crate::transport::packets::OpId;
 use std::collections::BTreeMap;
 use std::net::{SocketAddr, TcpListener};
@@ -162,7 +162,7 @@ impl Core {
         if place.ranks() == 1 {
             return Ok(());
         }
-        let selection = SelectionContext { ranks: place.ranks(), ..self.data.selection.context().clone() };
+        let selection = self.data.selection.context().for_ranks(place.ranks());
         let explanation = explain(&selection, desc, Algo::Auto);
         let Some(path) = explanation.chosen else {
             let why = explanation.refusal().cloned();

@@ -209,15 +209,24 @@ fn path(explanation: Explanation, desc: &OpDesc) -> Result<Selected, Error> {
 mod tests {
     use super::*;
     use crate::plan::Child;
+    use crate::schedule::Shape;
     use crate::select::{CostTable, Declared};
     use sumac_hal::ctrl::Order;
     use sumac_hal::ids::Rank;
 
     fn context() -> SelectionContext {
         let children = (0..2).map(|rank| Child::Rank(Rank(rank))).collect();
-        let declared = Declared::new(vec![children], 2, Order::Arrival).expect("a tree");
+        let declared = Declared::new(vec![children], 2, Order::Arrival, Shape::Line).expect("a tree");
         let (table, tree) = (CostTable::emulated(), Err("queued".into()));
-        SelectionContext { ranks: 2, ranks_per_host: 1, order: Order::Arrival, tree, table, declared }
+        SelectionContext {
+            ranks: 2,
+            ranks_per_host: 1,
+            shape: Shape::Line,
+            order: Order::Arrival,
+            tree,
+            table,
+            declared,
+        }
     }
 
     /// What was decided earlier is used while the number stays.

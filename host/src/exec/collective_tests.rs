@@ -4,7 +4,7 @@
 use super::tests::{both_ways, context, meshes, on_ranks};
 use super::*;
 use crate::schedule::tree::Tree;
-use crate::schedule::{ALGORITHMS, Algorithm, Pattern, Place, Problem, Schedule, Span, pairwise};
+use crate::schedule::{ALGORITHMS, Algorithm, Pattern, Place, Problem, Schedule, Shape, Span, pairwise};
 use sumac_hal::ctrl::Order;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
@@ -12,6 +12,7 @@ use sumac_hal::reduce::Kernel;
 
 both_ways! {
     every_algorithm_and_root_gives_exact_results_in_and_out_of_place,
+    algorithms_give_exact_results_in_every_shape,
     transfers_beyond_frame_and_scratch_size_give_exact_results,
     all_to_all_of_any_counts_gives_exact_results_in_and_out_of_place,
     rank_lost_in_any_step_is_named_or_not_needed,
@@ -89,6 +90,10 @@ fn run_both(mesh: &mut Mesh, op_index: &mut u64, schedule: &Schedule, dtype: Dty
 }
 
 fn run_table(ranks: u32, algorithms: &[&Algorithm], roots: &[u32], counts: &[usize]) {
+    run_table_in(Shape::Line, ranks, algorithms, roots, counts);
+}
+
+fn run_table_in(shape: Shape, ranks: u32, algorithms: &[&Algorithm], roots: &[u32], counts: &[usize]) {
     let tree = Tree::flat(ranks, Order::TreeFold).expect("a tree");
     on_ranks(&mut meshes(ranks), |mesh| {
         let mut op_index = 0;
@@ -98,7 +103,7 @@ fn run_table(ranks: u32, algorithms: &[&Algorithm], roots: &[u32], counts: &[usi
                     for dtype in [Dtype::I32, Dtype::Bf16] {
                         let place = mesh.place();
                         let count = if algorithm.pattern == Pattern::Barrier { 0 } else { count };
-                        let problem = Problem { place, count, root: Rank(root), tree: &tree };
+                        let problem = Problem { place, count, root: Rank(root), tree: &tree, shape };
                         let contents = defined(algorithm.pattern, place.rank().0, ranks, count, root);
                         run_both(mesh, &mut op_index, &(algorithm.schedule)(&problem), dtype, contents);
                     }
@@ -116,6 +121,23 @@ fn every_algorithm_and_root_gives_exact_results_in_and_out_of_place() {
     }
     for ranks in [6, 9] {
         run_table(ranks, &all, &[ranks - 2], &[7 * ranks as usize + 3]);
+    }
+}
+
+fn algorithms_give_exact_results_in_every_shape() {
+    let uses_shape = |path| matches!(path, Path::Swing | Path::SwingLatency);
+    let shaped: Vec<_> =
+        ALGORITHMS.iter().filter(|known| known.needs_dimensions() || uses_shape(known.path())).collect();
+    for (ranks, shapes) in [
+        (4, &["2x2", "servers:2"][..]),
+        (6, &["2x3", "3x2", "servers:3"]),
+        (8, &["2x4", "4x2", "2x2x2", "servers:4"]),
+        (9, &["3x3"]),
+    ] {
+        for shape in shapes {
+            let shape = shape.parse().expect("a shape");
+            run_table_in(shape, ranks, &shaped, &[0], &[0, 1, ranks as usize - 1, 7 * ranks as usize + 3, 20_011]);
+        }
     }
 }
 
@@ -158,7 +180,7 @@ fn rank_lost_in_any_step_is_named_or_not_needed() {
     let mut lost = 0;
     for algorithm in ALGORITHMS {
         let count = if algorithm.pattern == Pattern::Barrier { 0 } else { count };
-        let schedule = |place| (algorithm.schedule)(&Problem { place, count, root, tree: &tree });
+        let schedule = |place| (algorithm.schedule)(&Problem { place, count, root, tree: &tree, shape: Shape::Line });
         let steps = schedule(Place::new(dead, ranks).expect("inside")).len();
         for last_words in 0..steps {
             let run = |mut mesh: Mesh| {
@@ -213,7 +235,8 @@ fn tree_schedules_match_the_declared_expression_bit_for_bit() {
                 let root = Rank(5);
                 let outputs = on_ranks(&mut meshes(7), |mesh| {
                     let place = mesh.place();
-                    let schedule = (algorithm.schedule)(&Problem { place, count, root, tree: &tree });
+                    let schedule =
+                        (algorithm.schedule)(&Problem { place, count, root, tree: &tree, shape: Shape::Line });
                     let own: Vec<u8> = (0..count).flat_map(|e| rough(place.rank().0, e).to_le_bytes()).collect();
                     let mut output = vec![0; schedule.layout().output * 4];
                     let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, count as u64);
@@ -248,7 +271,8 @@ fn partials_travel_in_accumulator_type_and_inputs_in_their_own() {
         let tree = Tree::flat(ranks, Order::TreeFold).expect("a tree");
         let sent = on_ranks(&mut meshes(ranks), |mesh| {
             let place = mesh.place();
-            let schedule = (algorithm.schedule)(&Problem { place, count: 10, root: Rank(0), tree: &tree });
+            let schedule =
+                (algorithm.schedule)(&Problem { place, count: 10, root: Rank(0), tree: &tree, shape: Shape::Line });
             let value = if place.rank() == Rank(0) { 256 } else { 1 };
             let mut buffer = encode(Dtype::Bf16, [value; 10]);
             let desc = OpDesc::all_reduce(Dtype::Bf16, ReduceOp::Sum, 10);

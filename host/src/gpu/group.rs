@@ -12,6 +12,7 @@ use super::plan::{Pair, Plan, Prepared, Streams};
 use super::trace::{Kind, Timeline, Trace};
 use super::{Gpu, nccl};
 use crate::plan::Child;
+use crate::schedule;
 use crate::select::{
     Algo, Candidate, Constants, CostTable, Declared, Explanation, RuledOut, SelectionContext, explain_with,
 };
@@ -109,11 +110,12 @@ impl<G: Gpu> Group<G> {
     /// [`GpuError::Invalid`] for no ranks; the driver's error.
     pub fn new(gpu: G, ranks: u32, options: GroupOptions) -> Result<Self, GpuError> {
         let children = (0..ranks).map(|rank| Child::Rank(Rank(rank))).collect();
-        let declared = Declared::new(vec![children], ranks, options.order)
+        let declared = Declared::new(vec![children], ranks, options.order, schedule::Shape::Line)
             .map_err(|error| GpuError::Invalid(format!("a group of {ranks} ranks: {error}")))?;
         let selection = SelectionContext {
             ranks,
             ranks_per_host: 1,
+            shape: schedule::Shape::Line,
             order: options.order,
             tree: Err("the ranks are on one GPU, which no device of the network sees".into()),
             table: contended_table(&options.table, ranks),

@@ -157,7 +157,10 @@ impl Loads {
 mod tests {
     use super::*;
     use crate::schedule::swing::all_reduce_on_torus;
-    use crate::schedule::{Place, bine, full_mesh, halving_doubling, ring, tree::Tree};
+    use crate::schedule::{
+        Place, Shape, bine, full_mesh, halving_doubling, hierarchical_ring, mesh_2d, ring, ring_2d, swing, torus_2d,
+        tree::Tree,
+    };
     use sumac_hal::ctrl::Order;
 
     fn route(topology: &impl Topology, from: u32, to: u32) -> Vec<u32> {
@@ -193,6 +196,98 @@ mod tests {
             let found = loads.congestion() as f64 / uncongested;
             assert!((found - expected).abs() <= 0.002, "{dims:?}: {found}");
         }
+    }
+
+    fn grid(extents: &[u32]) -> Shape {
+        Shape::grid(extents).expect("a grid")
+    }
+
+    #[test]
+    fn swing_by_its_shape_is_swing_on_the_torus() {
+        for dims in [&[4, 4][..], &[2, 8], &[4, 2, 2], &[2, 2, 2, 2]] {
+            let ranks = dims.iter().product();
+            for place in Place::all(ranks) {
+                assert!(
+                    Ok(swing::all_reduce(place, 777, grid(dims))) == all_reduce_on_torus(place, 777, dims),
+                    "{dims:?}"
+                );
+            }
+        }
+    }
+
+    /// How busy a rank's least busy link is of those that lead upward along each dimension, while the busiest ones are.
+    fn least_busy(dims: &[u32], schedule: impl Fn(Place) -> Schedule) -> f64 {
+        let ranks: u32 = dims.iter().product();
+        let loads = Loads::count(Place::all(ranks).map(schedule), &Grid { dims: dims.to_vec(), wraps: true });
+        let totals = loads.totals();
+        let upward = (0..ranks * dims.len() as u32).map(|link| totals.get(&(2 * link + 1)).copied().unwrap_or(0));
+        upward.min().unwrap_or(0) as f64 / loads.congestion() as f64
+    }
+
+    #[test]
+    fn torus_keeps_the_links_of_every_dimension_busy() {
+        for dims in [&[4, 4][..], &[8, 8], &[16, 16], &[6, 6], &[4, 4, 4]] {
+            let count = 12 * dims.iter().product::<u32>() as usize;
+            let torus = least_busy(dims, |place| torus_2d::all_reduce(place, count, grid(dims)));
+            assert!(torus >= 0.95, "{dims:?}: {torus}");
+            // One dimension after the other leaves the links of the later ones idle.
+            let rings = least_busy(dims, |place| ring_2d::all_reduce(place, count, grid(dims)));
+            assert!(rings < 0.25, "{dims:?}: {rings}");
+        }
+    }
+
+    #[test]
+    fn torus_is_as_fast_as_its_links_allow() {
+        let (ranks, count) = (64, 2 * 64 * 10);
+        let of = |schedule: fn(Place, usize, Shape) -> Schedule| {
+            let schedules = Place::all(ranks).map(|place| schedule(place, count, grid(&[8, 8])));
+            Loads::count(schedules, &Grid { dims: vec![8, 8], wraps: true }).congestion()
+        };
+        // 2n(p-1)/p over two links, or over one.
+        assert_eq!(of(torus_2d::all_reduce), 63 * 20);
+        assert_eq!(of(ring_2d::all_reduce), 2 * 63 * 20);
+        assert_eq!(of(torus_2d::reduce_scatter) + of(torus_2d::all_gather), 63 * 20);
+    }
+
+    /// Messages go to neighbours, so no link carries what is for others.
+    #[test]
+    fn mesh_sends_between_neighbours_only() {
+        let (ranks, count) = (20, 20 * 12);
+        let mesh = Grid { dims: vec![4, 5], wraps: false };
+        for schedule in [mesh_2d::all_reduce, mesh_2d::reduce_scatter, mesh_2d::all_gather] {
+            let schedules: Vec<_> = Place::all(ranks).map(|place| schedule(place, count, grid(&[4, 5]))).collect();
+            let sent: u64 = schedules.iter().map(|schedule| schedule.sent_bytes(1, 1)).sum();
+            for parts in &schedules {
+                for Send { peer, .. } in parts.steps().flat_map(|step| step.sends.to_vec()) {
+                    assert_eq!(route(&mesh, parts.place().rank().0, peer.0).len(), 1);
+                }
+            }
+            assert_eq!(Loads::count(schedules, &mesh).totals().values().sum::<u64>(), sent);
+        }
+        // A link with few blocks in the reduce-scatter has the others in the all-gather: n in rows, n/5 in columns.
+        let schedules = Place::all(ranks).map(|place| mesh_2d::all_reduce(place, count, grid(&[4, 5])));
+        let totals = Loads::count(schedules, &mesh).totals();
+        assert_eq!(totals.len(), 2 * (4 * 4 + 3 * 5));
+        let in_rows = |link: u32| link / 2 % 2 == 1;
+        assert!(
+            totals.iter().all(|(&link, &sum)| sum == count as u64 / if in_rows(link) { 1 } else { 5 }),
+            "{totals:?}"
+        );
+    }
+
+    #[test]
+    fn hierarchical_ring_sends_its_share_between_servers() {
+        let (servers, each, count) = (4, 6, 24 * 10);
+        let shape = Shape::Servers(std::num::NonZeroU32::new(each).expect("not 0"));
+        let groups = Dragonfly { group: each, offset: 0, groups: servers };
+        let between = |schedule: &dyn Fn(Place) -> Schedule| {
+            Loads::count(Place::all(servers * each).map(schedule), &groups).totals().values().sum::<u64>()
+        };
+        // 2(n/m)(G-1)/G a rank.
+        let found = between(&|place| hierarchical_ring::all_reduce(place, count, shape));
+        assert_eq!(found, u64::from(servers * each) * 2 * (count as u64 / 6) * 3 / 4);
+        // A ring in rank order sends all but a block across each border, twice.
+        assert_eq!(between(&|place| ring::all_reduce(place, count)), u64::from(servers) * 2 * count as u64 * 23 / 24);
     }
 
     #[test]

@@ -62,14 +62,25 @@
 //! | [`nhr::all_gather`] | l | n(p-1)/p | 0 | n(p-1)/p |
 //! | [`pat::reduce_scatter`], a = 2^j blocks, r segments | r (ceil(p/a) - 1 + j), p = p' | n(p-1)/p | n(p-1)/p | n(p-1)/p |
 //! | [`pat::all_gather`] | ceil(p/a) - 1 + j | n(p-1)/p | 0 | n(p-1)/p |
-//! | [`swing::all_reduce`] | as [`halving_doubling::all_reduce`], with two messages a step | | | |
-//! | [`swing::all_reduce_latency`] | as [`recursive_doubling::all_reduce`], with two messages a step | | | |
+//! | [`swing::all_reduce`] | as [`halving_doubling::all_reduce`], with two messages a step, 2D on a torus | | | |
+//! | [`swing::all_reduce_latency`] | as [`recursive_doubling::all_reduce`], with as many messages a step | | | |
 //! | [`bine::all_reduce`] | as [`halving_doubling::all_reduce`] | | | |
 //! | [`bine::reduce_scatter`], [`bine::all_gather`] | as those of [`halving_doubling`] | | | |
 //! | [`bine::reduce`], [`bine::broadcast`] | as those of [`binomial`] | | | |
 //! | [`van_de_geijn::broadcast`], root 0 (bound for others: n (2^l + p - 2)/p) | 2 l | 2n(p-1)/p | 0 | 2n(p-1)/p |
+//! | [`ring_2d::all_reduce`], D dimensions of d ranks each, s = sum of all d-1 | 2s | 2n(p-1)/p | n(p-1)/p | 2n(p-1)/p |
+//! | [`ring_2d::reduce_scatter`], [`ring_2d::all_gather`] | s | n(p-1)/p | n(p-1)/p; 0 | n(p-1)/p |
+//! | [`torus_2d::all_reduce`] | 2s, of up to D messages each | 2n(p-1)/p | n(p-1)/p | 2n(p-1)/p |
+//! | [`torus_2d::reduce_scatter`], [`torus_2d::all_gather`] | s | n(p-1)/p | n(p-1)/p; 0 | n(p-1)/p |
+//! | [`mesh_2d::reduce_scatter`], n' elements along d >= 3 ranks | d-1 | floor((3d-1)/2) n'/d | n'(d+1)/d | n'(d-1)/d |
+//! | [`mesh_2d::all_gather`], the same | d-1 | max(d+1, floor((3d-2)/2)) n'/d | 0 | n'(d+1)/d |
+//! | [`mesh_2d::all_reduce`] | their sum over all dimensions | | | |
+//! | [`hierarchical_ring::all_reduce`], G servers of m > 1 ranks | 2 + 2(G-1), two of m-1 messages | 2n(p-1)/p | n(p-1)/p | 2n(p-1)/p |
+//! | [`hierarchical_ring::reduce_scatter`], [`hierarchical_ring::all_gather`] | 1 + G-1 | n(p-1)/p | n(p-1)/p; 0 | n(p-1)/p |
 //!
-//! Invariants, each proved by the checker for p in 1..=64:
+//! The last ones use the [`Shape`] of the ranks; Swing does where it is a torus of powers of two.
+//!
+//! Invariants, each proved by the checker for p in 1..=64, and in every shape of up to four dimensions:
 //! - Within a step nothing is received into elements that the step sends, or that it receives elsewhere.
 //! - A value is read in the form in which it was written (input, partial, finished), and is finished only with every
 //!   contribution included. The form in which elements travel (16-bit floats travel as f32 while partial) therefore
@@ -84,24 +95,32 @@ mod buffer;
 mod butterfly;
 pub mod check;
 mod circulant;
+mod dimensions;
 pub mod dissemination;
 pub mod double_tree;
 mod fold;
 pub mod full_mesh;
 pub mod halving_doubling;
+pub mod hierarchical_ring;
+mod lines;
 pub mod loads;
+pub mod mesh_2d;
 pub mod nhr;
 pub mod one_shot;
 pub mod pairwise;
 pub mod pat;
 pub mod recursive_doubling;
 pub mod ring;
+pub mod ring_2d;
+mod shape;
 pub mod star;
 mod steps;
 pub mod swing;
+pub mod torus_2d;
 pub mod tree;
 pub mod van_de_geijn;
 
 pub use algorithm::{ALGORITHMS, Algorithm, Cost, Pattern, Problem};
 pub use buffer::{Buffer, Landing, Layout, Local, Operand, Recv, Region, Send, Side};
+pub use shape::{DIMENSIONS_MAX, Dims, Shape, ShapeError};
 pub use steps::{Place, PlaceError, Schedule, Span, Step};

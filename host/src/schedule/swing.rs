@@ -10,7 +10,7 @@
 //! | [`all_reduce`], the bandwidth form | 2 log2 p alpha + 2 (p-1)/p n beta + (p-1)/p n gamma |
 //! | [`all_reduce_latency`], the latency form | log2 p (alpha + n beta + n gamma) |
 //!
-//! [`all_reduce_on_torus`] has 2D such exchanges on a torus of D dimensions, each on 1/(2D) of the elements: step s
+//! Where the [`Shape`] is a torus of D dimensions, there are 2D such exchanges, each on 1/(2D) of the elements: step s
 //! goes along dimension s mod D by rho(floor(s/D)), others begin with another dimension, and half of them are mirrored.
 //! So all links of a rank carry as much.
 //!
@@ -19,12 +19,13 @@
 //! on each link are the same.
 
 use super::butterfly::{self, Butterfly};
-use super::{Place, Schedule};
+use super::{Place, Schedule, Shape};
 use thiserror::Error;
 
-/// Schedule an all-reduce of `count` elements in the bandwidth form.
-pub fn all_reduce(place: Place, count: usize) -> Schedule {
-    butterfly::all_reduce(place, count, &both)
+/// Schedule an all-reduce of `count` elements in the bandwidth form: on the torus of this shape, where all its
+/// dimensions are powers of two, and otherwise on a ring.
+pub fn all_reduce(place: Place, count: usize, shape: Shape) -> Schedule {
+    butterfly::all_reduce(place, count, &exchanges(place, shape))
 }
 
 /// Why ranks are no torus for Swing.
@@ -57,15 +58,29 @@ pub fn all_reduce_on_torus(place: Place, count: usize, dims: &[u32]) -> Result<S
     if ranks != Some(place.ranks()) {
         return Err(TorusError::Ranks { dims: dims.to_vec(), ranks: place.ranks() });
     }
-    let exchange = |(first, mirrored)| Box::new(Torus::new(dims, first, mirrored)) as Box<dyn Butterfly>;
-    let firsts = 0..dims.len().max(1);
-    let all = || firsts.clone().flat_map(|first| [(first, false), (first, true)]).map(exchange).collect();
-    Ok(butterfly::all_reduce(place, count, &|_| all()))
+    Ok(butterfly::all_reduce(place, count, &|_| on_torus(dims)))
 }
 
-/// Schedule an all-reduce of `count` elements in the latency form.
-pub fn all_reduce_latency(place: Place, count: usize) -> Schedule {
-    butterfly::all_reduce_whole(place, count, &both)
+/// Schedule an all-reduce of `count` elements in the latency form, on the same torus as [`all_reduce`].
+pub fn all_reduce_latency(place: Place, count: usize, shape: Shape) -> Schedule {
+    butterfly::all_reduce_whole(place, count, &exchanges(place, shape))
+}
+
+/// The exchanges of the survivors of a fold. A torus has only survivors.
+fn exchanges(place: Place, shape: Shape) -> impl Fn(u32) -> Vec<Box<dyn Butterfly>> {
+    let dims: Vec<u32> = shape.dims(place.ranks()).as_slice().iter().copied().filter(|&dim| dim > 1).collect();
+    move |survivors| if is_torus(&dims) { on_torus(&dims) } else { both(survivors) }
+}
+
+/// Whether dimensions of more than one rank are those of a torus for Swing.
+pub(super) fn is_torus(dims: &[u32]) -> bool {
+    dims.len() > 1 && dims.iter().all(|dim| dim.is_power_of_two())
+}
+
+/// The exchanges on a torus: from each dimension on, in both directions.
+fn on_torus(dims: &[u32]) -> Vec<Box<dyn Butterfly>> {
+    let exchange = |(first, mirrored)| Box::new(Torus::new(dims, first, mirrored)) as Box<dyn Butterfly>;
+    (0..dims.len().max(1)).flat_map(|first| [(first, false), (first, true)]).map(exchange).collect()
 }
 
 /// The exchanges in both directions, of which two ranks have only one.

@@ -53,11 +53,19 @@ pub enum Algo {
     Bine,
     /// Van de Geijn's broadcast.
     VanDeGeijn,
+    /// Rings along the dimensions of a grid.
+    Ring2d,
+    /// Rings along all dimensions of a torus at once.
+    Torus2d,
+    /// Exchanges between neighbours of a mesh.
+    Mesh2d,
+    /// Full meshes inside servers, rings between them.
+    HierarchicalRing,
 }
 
 impl Algo {
     /// All algorithms.
-    pub const ALL: [Self; 21] = [
+    pub const ALL: [Self; 25] = [
         Self::Auto,
         Self::Tree,
         Self::Ring,
@@ -79,6 +87,10 @@ impl Algo {
         Self::SwingLatency,
         Self::Bine,
         Self::VanDeGeijn,
+        Self::Ring2d,
+        Self::Torus2d,
+        Self::Mesh2d,
+        Self::HierarchicalRing,
     ];
 
     /// The name on the command line.
@@ -112,6 +124,10 @@ impl Algo {
             Self::SwingLatency => Path::SwingLatency,
             Self::Bine => Path::Bine,
             Self::VanDeGeijn => Path::VanDeGeijn,
+            Self::Ring2d => Path::Ring2d,
+            Self::Torus2d => Path::Torus2d,
+            Self::Mesh2d => Path::Mesh2d,
+            Self::HierarchicalRing => Path::HierarchicalRing,
         })
     }
 }

@@ -3,7 +3,7 @@
 use crate::plan::Child;
 use crate::schedule::check::evaluates;
 use crate::schedule::tree::{Tree, TreeError};
-use crate::schedule::{ALGORITHMS, Algorithm};
+use crate::schedule::{ALGORITHMS, Algorithm, Shape};
 use sumac_hal::ctrl::Order;
 
 /// A declared expression over the ranks of a communicator.
@@ -19,18 +19,18 @@ pub struct Declared {
 const COMPARED_MESSAGES_MAX: f64 = 24_576.0;
 
 /// The messages of an algorithm as it is compared: one element for each rank.
-fn messages(algorithm: &Algorithm, ranks: u32) -> f64 {
-    let cost = algorithm.cost(ranks, ranks as usize);
+fn messages(algorithm: &Algorithm, ranks: u32, shape: Shape) -> f64 {
+    let cost = algorithm.cost(ranks, shape, ranks as usize);
     cost.messages + f64::from(ranks) * cost.extra_pieces
 }
 
 impl Declared {
-    /// Create the expression of a tree from each node's children in order, root first. Without a declared order any
-    /// schedule will do.
+    /// Create the expression of a tree from each node's children in order, root first, over ranks of this shape.
+    /// Without a declared order any schedule will do.
     ///
     /// # Errors
     /// [`TreeError`] if `nodes` is not a tree over `ranks` ranks.
-    pub fn new(nodes: Vec<Vec<Child>>, ranks: u32, order: Order) -> Result<Self, TreeError> {
+    pub fn new(nodes: Vec<Vec<Child>>, ranks: u32, order: Order, shape: Shape) -> Result<Self, TreeError> {
         let is_declared = order != Order::Arrival;
         let tree = Tree::new(nodes, ranks, if is_declared { order } else { Order::TreeFold })?;
         let mismatches = ALGORITHMS
@@ -38,13 +38,13 @@ impl Declared {
             .map(|algorithm| {
                 match algorithm.follows_tree || !algorithm.pattern.collective().reduces() || !is_declared {
                     true => None,
-                    false if messages(algorithm, ranks) > COMPARED_MESSAGES_MAX => {
-                        let messages = messages(algorithm, ranks);
+                    false if messages(algorithm, ranks, shape) > COMPARED_MESSAGES_MAX => {
+                        let messages = messages(algorithm, ranks, shape);
                         Some(format!(
                             "equivalence is not checked for {messages} messages, of at most {COMPARED_MESSAGES_MAX}"
                         ))
                     }
-                    false => evaluates(algorithm, &tree).err().map(|difference| difference.to_string()),
+                    false => evaluates(algorithm, &tree, shape).err().map(|difference| difference.to_string()),
                 }
             })
             .collect();
@@ -53,9 +53,9 @@ impl Declared {
 
     /// The expression of one node with all ranks.
     #[cfg(test)]
-    pub(super) fn flat(ranks: u32, order: Order) -> Self {
+    pub(super) fn flat(ranks: u32, order: Order, shape: Shape) -> Self {
         let children = (0..ranks).map(|rank| Child::Rank(sumac_hal::ids::Rank(rank))).collect();
-        Self::new(vec![children], ranks, order).expect("a tree")
+        Self::new(vec![children], ranks, order, shape).expect("a tree")
     }
 
     /// The expression as a tree.
@@ -83,7 +83,7 @@ mod tests {
     #[test]
     fn algorithms_of_few_messages_are_compared_beyond_64_ranks() {
         let named = |name| Algorithm::named(name).expect("in the table");
-        let declared = Declared::flat(128, Order::TreePairwise);
+        let declared = Declared::flat(128, Order::TreePairwise, Shape::Line);
         for name in ["halving_doubling::all_reduce", "recursive_doubling::all_reduce", "binomial::reduce"] {
             declared.check_evaluates(named(name)).unwrap_or_else(|why| panic!("{name}: {why}"));
         }

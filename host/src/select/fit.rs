@@ -247,6 +247,7 @@ pub fn predict(table: &CostTable, facts: &JobFacts, desc: &OpDesc, path: Path) -
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::schedule::Shape;
     use crate::select::TreeFacts;
     use proptest::prelude::*;
     use sumac_hal::op::{Dtype, ReduceOp};
@@ -267,7 +268,7 @@ mod tests {
             shards: 1,
             links: None,
         };
-        JobFacts { ranks, ranks_per_host: ranks, tree: Some(tree) }
+        JobFacts { ranks, ranks_per_host: ranks, shape: Shape::Line, tree: Some(tree) }
     }
 
     /// What a cluster would measure whose times are those of the table, each times a factor.

@@ -52,7 +52,7 @@ pub use links::LinkFacts;
 pub use overrides::{Override, OverrideError};
 pub use table::{Constants, CostTable, Origin};
 
-use crate::schedule::{ALGORITHMS, Algorithm};
+use crate::schedule::{ALGORITHMS, Algorithm, Shape};
 use model::{Form, schedule_form, tree_form};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -69,6 +69,8 @@ pub struct SelectionContext {
     pub ranks: u32,
     /// How many of them are on the busiest host, told by their addresses.
     pub ranks_per_host: u32,
+    /// How the ranks lie.
+    pub shape: Shape,
     /// The declared reduction order.
     pub order: Order,
     /// The tree, or why there is none.
@@ -86,6 +88,9 @@ pub struct JobFacts {
     pub ranks: u32,
     /// How many of them are on the busiest host.
     pub ranks_per_host: u32,
+    /// How the ranks lie.
+    #[serde(default)]
+    pub shape: Shape,
     /// The tree, if there is one.
     pub tree: Option<TreeFacts>,
 }
@@ -186,8 +191,19 @@ impl fmt::Display for TreeTransport {
 impl SelectionContext {
     /// What costs depend on.
     pub fn facts(&self) -> JobFacts {
-        let Self { ranks, ranks_per_host, ref tree, .. } = *self;
-        JobFacts { ranks, ranks_per_host, tree: tree.as_ref().ok().copied() }
+        let Self { ranks, ranks_per_host, shape, ref tree, .. } = *self;
+        JobFacts { ranks, ranks_per_host, shape, tree: tree.as_ref().ok().copied() }
+    }
+
+    /// The same for so many ranks: others than those of the communicator are in a line.
+    #[must_use]
+    pub fn for_ranks(&self, ranks: u32) -> Self {
+        Self { ranks, shape: self.shape_of(ranks), ..self.clone() }
+    }
+
+    /// The shape of so many ranks: others than those of the communicator are in a line.
+    pub const fn shape_of(&self, ranks: u32) -> Shape {
+        if ranks == self.ranks { self.shape } else { Shape::Line }
     }
 
     /// How the ranks reach their tree, if there is one.
@@ -215,6 +231,19 @@ pub enum RuledOut {
         order: Order,
         /// How it differs.
         why: String,
+    },
+    /// The algorithm is for several dimensions, and the ranks have one.
+    #[error(
+        "{path} needs at least two dimensions of at least two ranks, and these {ranks} ranks have the shape {shape}; \
+         set SUMAC_SHAPE, as 4x8 or servers:4"
+    )]
+    Shape {
+        /// The path's name.
+        path: &'static str,
+        /// The shape.
+        shape: Shape,
+        /// The number of ranks.
+        ranks: u32,
     },
     /// The caller allows completion without stragglers, and this path does not support that.
     #[error("{path} cannot complete without late ranks: {why}")]
@@ -365,7 +394,9 @@ const UNMEASURED_MARGIN: f64 = 1.25;
 /// Whether the built-in constants were fitted to times of this path, among others.
 const fn has_fitted_constants(path: Path) -> bool {
     use Path::{Bine, DoubleTree, FullMesh, Nhr, Pat, Star, Swing, SwingLatency, VanDeGeijn};
+    use Path::{HierarchicalRing, Mesh2d, Ring2d, Torus2d};
     !matches!(path, Star | FullMesh | DoubleTree | Nhr | Pat | Swing | SwingLatency | Bine | VanDeGeijn)
+        && !matches!(path, Ring2d | Torus2d | Mesh2d | HierarchicalRing)
 }
 
 /// The cost of the tree: a pipeline of chunks through its slowest part, at a rank or at a node.
@@ -383,7 +414,10 @@ fn tree_cost(selection: &SelectionContext, desc: &OpDesc) -> Result<f64, RuledOu
 
 /// The cost of a schedule, by its own formula for elements of this operation's size.
 fn schedule_cost(selection: &SelectionContext, desc: &OpDesc, algorithm: &Algorithm) -> Result<f64, RuledOut> {
-    let SelectionContext { order, table, .. } = selection;
+    let SelectionContext { ranks, shape, order, table, .. } = selection;
+    if algorithm.needs_dimensions() && !shape.is_multidimensional(*ranks) {
+        return Err(RuledOut::Shape { path: algorithm.path().name(), shape: *shape, ranks: *ranks });
+    }
     if depends_on_order(*order, desc) {
         selection.declared.check_evaluates(algorithm).map_err(|why| RuledOut::Order {
             path: algorithm.path().name(),

@@ -105,7 +105,7 @@ pub(super) fn tree_form(facts: &JobFacts, tree: &TreeFacts, desc: &OpDesc) -> Fo
 
 /// The time of an operation by a schedule, by its own formula for elements of this operation's size.
 pub(super) fn schedule_form(facts: &JobFacts, desc: &OpDesc, algorithm: &Algorithm) -> Form {
-    let cost = algorithm.cost(facts.ranks, usize::try_from(desc.count).unwrap_or(usize::MAX));
+    let cost = algorithm.cost(facts.ranks, facts.shape, usize::try_from(desc.count).unwrap_or(usize::MAX));
     let each = desc.element_bytes() as f64;
     let sent = cost.path_elements * each;
     // What the other ranks of a host send meanwhile: its processors move all of it.

@@ -19,8 +19,16 @@ const TREE: TreeFacts = TreeFacts {
 };
 
 fn selection(ranks: u32, order: Order, tree: Result<TreeFacts, String>) -> SelectionContext {
-    let declared = Declared::flat(ranks, order);
-    SelectionContext { ranks, ranks_per_host: 1, order, tree, table: CostTable::emulated(), declared }
+    let declared = Declared::flat(ranks, order, Shape::Line);
+    SelectionContext {
+        ranks,
+        ranks_per_host: 1,
+        shape: Shape::Line,
+        order,
+        tree,
+        table: CostTable::emulated(),
+        declared,
+    }
 }
 
 fn sum(count: u64) -> OpDesc {
@@ -322,4 +330,51 @@ fn nccl_is_refused_for_host_memory() {
     let why = explanation.refusal().map(ToString::to_string).unwrap_or_default();
     assert!(why.contains("not of a GPU"), "{why}");
     assert!(explanation.to_string().contains("nccl          ruled out: NCCL unavailable: "), "{explanation}");
+}
+
+fn in_shape(shape: &str, ranks: u32) -> SelectionContext {
+    let shape = shape.parse().expect("a shape");
+    SelectionContext { shape, declared: Declared::flat(ranks, Order::Arrival, shape), ..context(ranks, TREE) }
+}
+
+const SHAPED: [Path; 4] = [Path::Ring2d, Path::Torus2d, Path::Mesh2d, Path::HierarchicalRing];
+
+#[test]
+fn algorithms_of_several_dimensions_are_refused_in_one_by_name() {
+    for shape in ["line", "6", "1x6", "servers:6", "servers:1", "2x4"] {
+        let context = in_shape(shape, 6);
+        for path in SHAPED {
+            let refused = cost(&context, &sum(60), path).expect_err("one dimension");
+            let shape = context.shape;
+            assert_eq!(refused, RuledOut::Shape { path: path.name(), shape, ranks: 6 });
+            let asked = explain(&context, &sum(60), path.name().parse().expect("a name"));
+            assert_eq!((asked.chosen, asked.refusal()), (None, Some(&refused)));
+            let why = "needs at least two dimensions of at least two ranks, and these 6 ranks have the shape";
+            let text = asked.to_string();
+            let line = text.lines().find(|line| line.trim_start().starts_with(path.name())).expect("a line");
+            assert!(line.contains("ruled out: ") && line.contains(why) && line.contains("set SUMAC_SHAPE"), "{line}");
+        }
+    }
+}
+
+#[test]
+fn algorithms_of_several_dimensions_are_priced_by_the_shape() {
+    // Three servers of two, and grids; 240 B, of which 400 B go through each port in both ways.
+    let at = |shape, path| cost(&in_shape(shape, 6), &sum(60), path);
+    assert_eq!(at("2x3", Path::Ring2d), Ok(6.0 + 400.0));
+    // In four of its six steps a message in each dimension, in the others two shares in one.
+    assert_eq!(at("2x3", Path::Torus2d), Ok(6.0 + 2.0 / 16.0 + 4e4 + 400.0));
+    assert_eq!(at("2x3", Path::Mesh2d), Ok(6.0 + 4e4 + 720.0));
+    assert_eq!(at("2x3", Path::HierarchicalRing), Ok(4.0 + 2e4 + 400.0));
+    assert_eq!(at("servers:2", Path::HierarchicalRing), Ok(6.0 + 400.0));
+    assert_eq!(at("line", Path::Swing), at("2x3", Path::Swing), "three ranks are no dimension of its torus");
+    let on_torus = cost(&in_shape("4x4", 16), &sum(60), Path::Swing).expect("possible");
+    assert!(on_torus > cost(&in_shape("line", 16), &sum(60), Path::Swing).expect("possible"), "four messages a step");
+}
+
+#[test]
+fn survivors_of_a_communicator_are_in_a_line() {
+    let whole = in_shape("2x3", 6);
+    assert_eq!((whole.for_ranks(6).shape, whole.for_ranks(4).shape), (whole.shape, Shape::Line));
+    assert_eq!(in_shape("servers:2", 6).for_ranks(4).shape, Shape::Line, "others than the servers had");
 }

@@ -42,6 +42,9 @@ const ALIASES: [(&str, &str); 27] = [
     ("full_mesh", "full-mesh"),
     ("swing_latency", "swing-latency"),
     ("van_de_geijn", "van-de-geijn"),
+    ("hier_ring", "hier-ring"),
+    ("hierarchical-ring", "hier-ring"),
+    ("hierarchical_ring", "hier-ring"),
 ];
 
 /// One value, or all that there are.

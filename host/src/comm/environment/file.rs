@@ -93,6 +93,7 @@ pub(super) const RANK_VARIABLES: [&str; 28] = [
     "SUMAC_ORDER",
     "SUMAC_PROGRESS",
     "SUMAC_RECOVER",
+    "SUMAC_SHAPE",
     "SUMAC_STRAGGLER",
     "SUMAC_TENANT",
     "SUMAC_TRAFFIC_CLASS",

@@ -87,6 +87,7 @@ impl JoinConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::schedule::Shape;
     use crate::select::Algo;
     use std::net::SocketAddr;
     use std::time::Duration;
@@ -106,6 +107,7 @@ mod tests {
             ("verbs", "mlx5_0"),
             ("udp_peer", "10.0.0.1:7000"),
             ("algo", "ring"),
+            ("shape", "1x2"),
             ("deadline", "0.25"),
             ("embedded_controller", "1"),
             ("controller", "10.0.0.2:8"),
@@ -117,6 +119,7 @@ mod tests {
         (expected.host, expected.verbs) = (Some("node7".into()), Some("mlx5_0".into()));
         expected.udp.peer = Some(SocketAddr::from(([10, 0, 0, 1], 7000)));
         (expected.algo, expected.deadline) = (Algo::Ring, Duration::from_millis(250));
+        expected.shape = Some(Shape::grid(&[1, 2]).expect("a grid"));
         expected.embedded_controller = true;
         expected.controller = SocketAddr::from(([10, 0, 0, 2], 8));
         assert_eq!(format!("{set:?}"), format!("{expected:?}"));
@@ -129,6 +132,7 @@ mod tests {
             ("x", "1", "there are algo, bind"),
             ("deadline", "soon", "\"soon\" is not a number of seconds"),
             ("order", "random", "arrival, fold, pairwise"),
+            ("shape", "round", "a grid as 4x8, or servers:N"),
             ("rank", "-1", "\"-1\" is not a rank"),
             ("controller", "localhost:port", "localhost:port"),
             ("key", "sumac-key 07", "sumac key new"),

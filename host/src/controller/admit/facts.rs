@@ -2,13 +2,27 @@
 
 use super::{PlacedNode, Placement};
 use crate::controller::proto::JoinRequest;
+use crate::schedule::Shape;
 use crate::select::{JobFacts, TreeFacts, ranks_per_host};
+
+/// Return the shape of a job whose ranks, in order, sent `requests`: the one that they ask for, or that of their
+/// machines.
+pub(in crate::controller) fn job_shape<'a>(requests: impl Iterator<Item = &'a JoinRequest>) -> Shape {
+    let mut asked = None;
+    let machine = |request: &JoinRequest| {
+        asked = asked.or(request.terms.shape);
+        request.mesh_addr.ip()
+    };
+    let machines: Vec<_> = requests.map(machine).collect();
+    asked.unwrap_or_else(|| Shape::of_machines(&machines))
+}
 
 impl Placement {
     /// The properties of the job that costs depend on.
     pub(super) fn job_facts(&self, requests: &[&JoinRequest]) -> JobFacts {
         let ranks_per_host = ranks_per_host(requests.iter().map(|request| request.mesh_addr.ip()));
-        JobFacts { ranks: requests.len() as u32, ranks_per_host, tree: Some(self.facts()) }
+        let (ranks, shape) = (requests.len() as u32, job_shape(requests.iter().copied()));
+        JobFacts { ranks, ranks_per_host, shape, tree: Some(self.facts()) }
     }
 
     /// The tree's properties that path selection uses.

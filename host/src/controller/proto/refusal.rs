@@ -165,4 +165,12 @@ pub enum JoinRefusal {
         /// The reason.
         why: String,
     },
+    /// The shape that the job asks for is not one of its ranks.
+    #[error("the shape of job {job:?}: {why}; set SUMAC_SHAPE alike on all ranks, or on none")]
+    Shape {
+        /// The job.
+        job: String,
+        /// The reason.
+        why: String,
+    },
 }

@@ -1,6 +1,7 @@
 //! A job's tenant and admission terms, and the transports to its devices.
 
 use super::StripeOf;
+use crate::schedule::Shape;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
@@ -24,10 +25,13 @@ pub struct Terms {
     pub rails: u8,
     /// The job of which this one is a further tree, if it is one.
     pub stripe: Option<StripeOf>,
+    /// The shape that the job asks for. `None`: that of its machines.
+    pub shape: Option<Shape>,
 }
 
 impl Default for Terms {
-    /// [`DEFAULT_TENANT`], no wait, no migration, no host device, as many trees as are faster, one adapter.
+    /// [`DEFAULT_TENANT`], no wait, no migration, no host device, as many trees as are faster, one adapter, the shape
+    /// of its machines.
     fn default() -> Self {
         Self {
             tenant: DEFAULT_TENANT.to_owned(),
@@ -37,6 +41,7 @@ impl Default for Terms {
             trees: 0,
             rails: 1,
             stripe: None,
+            shape: None,
         }
     }
 }

@@ -3,6 +3,7 @@
 use super::job::Member;
 use crate::controller::limits::{NameKind, PINNED_MAX, RANKS_MAX, TREES_MAX, check_name};
 use crate::controller::proto::{JoinRefusal, JoinRequest, StripeOf, check_tenant, stripe_name};
+use crate::schedule::ShapeError;
 
 /// Check a rank's request before it determines an allocation or is displayed.
 pub(super) fn check_request(request: &JoinRequest, pinned: &[String]) -> Result<(), JoinRefusal> {
@@ -14,6 +15,10 @@ pub(super) fn check_request(request: &JoinRequest, pinned: &[String]) -> Result<
     }
     if rank.0 >= world {
         return Err(JoinRefusal::InvalidRank { rank, world });
+    }
+    if let Some(shape) = request.terms.shape {
+        let refuse = |why: ShapeError| JoinRefusal::Shape { job: request.job.clone(), why: why.to_string() };
+        shape.check(world).map_err(refuse)?;
     }
     if pinned.len() > PINNED_MAX {
         return Err(JoinRefusal::Limit { what: "pinned devices per job".into(), limit: PINNED_MAX as u64 });
@@ -66,6 +71,11 @@ pub(super) fn agree(
     if (request.terms.trees, &request.terms.stripe) != (first.terms.trees, &first.terms.stripe) {
         let trees = |request: &JoinRequest| format!("{} at most", request.terms.trees.max(1));
         return Err(disagree("the number of trees", trees(request), trees(first)));
+    }
+    if request.terms.shape != first.terms.shape {
+        let shape =
+            |request: &JoinRequest| request.terms.shape.map_or("of its machines".into(), |shape| shape.to_string());
+        return Err(disagree("the shape", shape(request), shape(first)));
     }
     if request.order != first.order {
         return Err(disagree("the order", format!("{:?}", request.order), format!("{:?}", first.order)));

@@ -5,6 +5,7 @@ use super::lost_devices::LostDevices;
 use super::membership::{MembershipMessages, SharedFields};
 use super::stripes::PlannedTrees;
 use crate::controller::ControllerConfig;
+use crate::controller::admit::facts::job_shape;
 use crate::controller::admit::{NarrowPaths, Placement};
 use crate::controller::device::Device;
 use crate::controller::outbox::Frames;
@@ -175,7 +176,8 @@ impl Job {
         let expression = self.expression_of(placed);
         let hosts: BTreeSet<_> = mesh.iter().map(|addr| addr.ip()).collect();
         let (secret, table) = (self.secret.clone(), config.table.for_hosts(hosts.len()));
-        let messages = MembershipMessages::new(SharedFields { mesh, recovery_mesh, secret, expression, table });
+        let shape = job_shape(self.members.values().map(|member| &*member.request));
+        let messages = MembershipMessages::new(SharedFields { mesh, recovery_mesh, secret, expression, table, shape });
         for (rank, member) in &self.members {
             let striping = self.trees.striping_of(config.fabric.as_ref(), *rank);
             let tree = placed.as_ref().map(|placement| placement.membership(config, *rank)).map_err(Clone::clone);

@@ -5,6 +5,7 @@ use crate::controller::outbox::Frames;
 use crate::controller::output::{ConnId, Outputs};
 use crate::controller::proto::{ClientReply, Membership, QueuePosition, Striping, TreeMembership};
 use crate::plan::Child;
+use crate::schedule::Shape;
 use crate::secret::JobSecret;
 use crate::select::CostTable;
 use serde::Serialize;
@@ -19,18 +20,20 @@ pub(super) struct SharedFields {
     pub(super) secret: JobSecret,
     pub(super) expression: Vec<Vec<Child>>,
     pub(super) table: CostTable,
+    pub(super) shape: Shape,
 }
 
 impl SharedFields {
     fn with(&self, (tree, queue, striping): RankFields) -> Box<Membership> {
-        let Self { mesh, recovery_mesh, secret, expression, table } = self.clone();
-        Box::new(Membership { tree, queue, striping, mesh, recovery_mesh, secret, expression, table })
+        let Self { mesh, recovery_mesh, secret, expression, table, shape } = self.clone();
+        Box::new(Membership { tree, queue, striping, mesh, recovery_mesh, secret, expression, table, shape })
     }
 
     fn without_ranks(&self) -> Self {
         let secret = self.secret.clone();
         let table = CostTable { curves: Vec::new(), overrides: Vec::new(), ..self.table.clone() };
-        Self { mesh: Vec::new(), recovery_mesh: Vec::new(), secret, expression: Vec::new(), table }
+        let shape = self.shape;
+        Self { mesh: Vec::new(), recovery_mesh: Vec::new(), secret, expression: Vec::new(), table, shape }
     }
 }
 
@@ -96,6 +99,7 @@ mod tests {
                 secret: JobSecret::new([7; 32]),
                 expression,
                 table: CostTable::emulated(),
+                shape: Shape::grid(&[1, ranks.into()]).expect("a grid"),
             };
             let messages = MembershipMessages::new(tail.clone());
             assert_eq!(matches!(messages, MembershipMessages::Split { .. }), ranks == 5000);

@@ -294,6 +294,7 @@ fn rank_resumes_at_no_controller_of_a_lower_term() {
         secret: JobSecret::new([7; 32]),
         expression: Vec::new(),
         table: CostTable::emulated(),
+        shape: Default::default(),
     };
     send(&mut stream, &ClientReply::Joined(Box::new(membership))).expect("it listens");
     let (session, _) = joins.join().expect("no panic").expect("joined");

@@ -89,6 +89,7 @@ fn membership_without_tree(secret: u8) -> Membership {
         secret: JobSecret::new([secret; 32]),
         expression: Vec::new(),
         table,
+        shape: Default::default(),
     }
 }
 

@@ -7,7 +7,7 @@ use crate::gpu::error::GpuError;
 use crate::gpu::plan::{Plan, Prepared, Scaling};
 use crate::gpu::program::Program;
 use crate::schedule::tree::Tree;
-use crate::schedule::{ALGORITHMS, Place, Problem, Schedule};
+use crate::schedule::{self, ALGORITHMS, Place, Problem, Schedule};
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
 use sumac_hal::op::{OpDesc, Path, ReduceOp};
@@ -129,7 +129,7 @@ pub(in crate::gpu) fn schedules(desc: &OpDesc, path: Path, ranks: u32, tree: &Tr
     if desc.root.0 >= ranks {
         return Err(GpuError::Invalid(format!("{desc} to {} in a group of {ranks}", desc.root)));
     }
-    let problem = |place| Problem { place, count, root: desc.root, tree };
+    let problem = |place| Problem { place, count, root: desc.root, tree, shape: schedule::Shape::Line };
     Ok(Place::all(ranks).map(|place| (algorithm.schedule)(&problem(place))).collect())
 }
 

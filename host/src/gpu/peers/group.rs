@@ -12,6 +12,7 @@ use crate::gpu::staged::Staging;
 use crate::gpu::trace::{Kind, Timeline, Trace};
 use crate::gpu::{GpuCanceller, GpuError, Part};
 use crate::plan::Child;
+use crate::schedule::Shape;
 use crate::select::{Algo, Constants, CostTable, Declared, Origin, SelectionContext};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -152,11 +153,12 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
         let (me, ranks) = (bootstrap.rank() as usize, bootstrap.ranks());
         let (facts, network) = hello(&gpu, &bootstrap, &options, deadline)?;
         let children = (0..ranks).map(|rank| Child::Rank(Rank(rank))).collect();
-        let declared = Declared::new(vec![children], ranks, options.group.order)
+        let declared = Declared::new(vec![children], ranks, options.group.order, Shape::Line)
             .map_err(|error| GpuError::Invalid(format!("a group of {ranks} ranks: {error}")))?;
         let selection = SelectionContext {
             ranks,
             ranks_per_host: 1,
+            shape: Shape::Line,
             order: options.group.order,
             tree: Err("transfers between GPUs do not pass through the network".into()),
             table: contended_table(&options.group.table, ranks_on_busiest_gpu(&facts)),

@@ -1,7 +1,7 @@
 //! Programs: waits between streams, and their necessity.
 
 use crate::gpu::program::{OpKind, Program};
-use crate::schedule::{ALGORITHMS, Place, Problem, Schedule, tree::Tree};
+use crate::schedule::{ALGORITHMS, Place, Problem, Schedule, Shape, tree::Tree};
 use sumac_hal::ctrl::Order;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Dtype, ReduceOp};
@@ -9,7 +9,7 @@ use sumac_hal::op::{Dtype, ReduceOp};
 fn schedules(name: &str, ranks: u32, count: usize) -> Vec<Schedule> {
     let tree = Tree::flat(ranks, Order::TreeFold).expect("a tree");
     let algorithm = crate::schedule::Algorithm::named(name).expect("known");
-    let problem = |place| Problem { place, count, root: Rank(ranks - 1), tree: &tree };
+    let problem = |place| Problem { place, count, root: Rank(ranks - 1), tree: &tree, shape: Shape::Line };
     Place::all(ranks).map(|place| (algorithm.schedule)(&problem(place))).collect()
 }
 

@@ -26,7 +26,7 @@ pub use expression::{ExprId, Expressions};
 pub use goal::Goal;
 
 use super::tree::Tree;
-use super::{Algorithm, Place, Problem, Recv, Region, Schedule, Send, Span, Step};
+use super::{Algorithm, Place, Problem, Recv, Region, Schedule, Send, Shape, Span, Step};
 use memory::Memory;
 use simulation::Simulation;
 use std::collections::{BTreeMap, BTreeSet};
@@ -136,18 +136,19 @@ pub enum Difference {
 
 /// Check whether an algorithm evaluates the tree's expression for every element, and so gives the same bits.
 ///
-/// One element of each block is examined, as schedules treat all elements of a block alike. An algorithm that reduces
-/// nothing evaluates every expression.
+/// One element of each block is examined, as schedules treat all elements of a block alike. In several dimensions a
+/// block has a share for each way along each of them. An algorithm that reduces nothing evaluates every expression.
 ///
 /// # Errors
 /// [`Difference`] shows the first elements that differ, and both expressions.
-pub fn evaluates(algorithm: &Algorithm, tree: &Tree) -> Result<(), Difference> {
+pub fn evaluates(algorithm: &Algorithm, tree: &Tree, shape: Shape) -> Result<(), Difference> {
     let (name, ranks) = (algorithm.name, tree.ranks());
-    let count = ranks as usize;
+    let shares = if shape.is_multidimensional(ranks) { 2 * shape.dims(ranks).as_slice().len() } else { 1 };
+    let count = ranks as usize * shares;
     // Expressions may depend on the root; those that match for some usually match for all.
     let roots = if algorithm.pattern.is_rooted() { vec![0, 1, ranks / 2, ranks - 1] } else { vec![0] };
     for root in roots.into_iter().filter(|&root| root < ranks).map(Rank) {
-        let part = |place| (algorithm.schedule)(&Problem { place, count, root, tree });
+        let part = |place| (algorithm.schedule)(&Problem { place, count, root, tree, shape });
         let schedules: Vec<_> = Place::all(ranks).map(part).collect();
         let goal = Goal::of(algorithm.pattern, root);
         let mut report = check(goal, &schedules).map_err(|error| Difference::Wrong { name, error })?;

@@ -2,6 +2,7 @@
 
 mod mutations;
 mod planted;
+mod shapes;
 
 use super::*;
 use crate::plan::Child;
@@ -21,8 +22,12 @@ fn named(name: &str) -> &'static Algorithm {
 }
 
 fn schedules(algorithm: &Algorithm, ranks: u32, count: usize, root: Rank) -> Vec<Schedule> {
+    schedules_in(Shape::Line, algorithm, ranks, count, root)
+}
+
+fn schedules_in(shape: Shape, algorithm: &Algorithm, ranks: u32, count: usize, root: Rank) -> Vec<Schedule> {
     let tree = flat(ranks);
-    Place::all(ranks).map(|place| (algorithm.schedule)(&Problem { place, count, root, tree: &tree })).collect()
+    Place::all(ranks).map(|place| (algorithm.schedule)(&Problem { place, count, root, tree: &tree, shape })).collect()
 }
 
 fn counts(ranks: u32) -> Vec<usize> {
@@ -65,7 +70,7 @@ fn prove<'a>(algorithms: impl Iterator<Item = &'a Algorithm>) {
                     let schedules = schedules(algorithm, ranks, count, root);
                     let report = check(Goal::of(algorithm.pattern, root), &schedules)
                         .unwrap_or_else(|error| panic!("{algorithm:?}, {ranks} ranks, {count} to {root}: {error}"));
-                    compare_cost(algorithm, ranks, count, root, &report);
+                    compare_cost(algorithm, (ranks, Shape::Line), count, root, &report);
                 }
             }
         }
@@ -82,8 +87,8 @@ fn figures(report: &Report) -> String {
     )
 }
 
-fn compare_cost(algorithm: &Algorithm, ranks: u32, count: usize, root: Rank, report: &Report) {
-    let cost = algorithm.cost(ranks, count);
+fn compare_cost(algorithm: &Algorithm, (ranks, shape): (u32, Shape), count: usize, root: Rank, report: &Report) {
+    let cost = algorithm.cost(ranks, shape, count);
     let block = count.div_ceil(ranks as usize) as f64;
     let full = ranks.next_power_of_two();
     let widest = f64::from(full - 1) * block;
@@ -116,8 +121,11 @@ fn compare_cost(algorithm: &Algorithm, ranks: u32, count: usize, root: Rank, rep
     assert_eq!(report.steps as f64, cost.steps, "{}", what());
     assert_eq!(report.messages as f64, cost.messages, "{}", what());
     let floor = 1 << ranks.ilog2();
-    let parts = if algorithm.path() == Path::Swing { 2 * floor } else { floor };
-    let is_even = count.is_multiple_of(ranks as usize) && count.is_multiple_of(parts);
+    let shares = match algorithm.path() {
+        Path::Swing | Path::Torus2d => 2 * shape.dims(ranks).as_slice().len(),
+        _ => 1,
+    };
+    let is_even = count.is_multiple_of(ranks as usize * shares) && count.is_multiple_of(floor * shares);
     let slack = if is_even { 1e-6 } else { cost.steps + cost.extra_messages + cost.extra_pieces + f64::from(ranks) };
     for (found, formula, _) in found {
         assert!((found as f64 - formula).abs() <= slack * formula.max(1.0).log2().max(1.0), "{}", what());
@@ -131,7 +139,7 @@ fn algorithms_of_few_messages_are_correct_for_up_to_1024_ranks() {
     for (ranks, per_rank) in [(100, 60.0), (128, 60.0), (256, 20.0), (1000, 20.5), (1024, 10.5)] {
         for algorithm in ALGORITHMS {
             let count = 2 * 3 * ranks as usize;
-            let cost = algorithm.cost(ranks, count);
+            let cost = algorithm.cost(ranks, Shape::Line, count);
             let pieces = cost.messages / f64::from(ranks) + cost.extra_pieces;
             // Each rank's elements have an expression of their own.
             let is_wide = matches!(algorithm.pattern, Pattern::AllGather | Pattern::AllToAll) && ranks > 128;
@@ -142,7 +150,7 @@ fn algorithms_of_few_messages_are_correct_for_up_to_1024_ranks() {
             let schedules = schedules(algorithm, ranks, count, root);
             let report = check(Goal::of(algorithm.pattern, root), &schedules)
                 .unwrap_or_else(|error| panic!("{algorithm:?}, {ranks} ranks: {error}"));
-            compare_cost(algorithm, ranks, count, root, &report);
+            compare_cost(algorithm, (ranks, Shape::Line), count, root, &report);
             *proved.entry(ranks).or_default() += 1;
         }
     }
@@ -252,7 +260,7 @@ fn assert_follows(tree: &Tree, root: Rank) {
         // More blocks than elements, for small communicators, and fewer.
         let counts = [1, 3 * ranks as usize + 1];
         for &count in &counts[usize::from(ranks > 16)..] {
-            let part = |place| (algorithm.schedule)(&Problem { place, count, root, tree });
+            let part = |place| (algorithm.schedule)(&Problem { place, count, root, tree, shape: Shape::Line });
             let schedules: Vec<_> = Place::all(ranks).map(part).collect();
             let mut report = check(Goal::of(algorithm.pattern, root), &schedules)
                 .unwrap_or_else(|error| panic!("{algorithm:?}, {tree:?}, {root}: {error}"));
@@ -349,7 +357,7 @@ fn invalid_trees_are_refused() {
 #[test]
 fn table_of_algorithms_that_evaluate_a_tree() {
     let pairwise_of = |ranks| Tree::new(layered(ranks, &[4]), ranks, Order::TreePairwise).expect("a tree");
-    let is_same = |name: &str, tree: &Tree| evaluates(named(name), tree).is_ok();
+    let is_same = |name: &str, tree: &Tree| evaluates(named(name), tree, Shape::Line).is_ok();
     for ranks in 2..=16_u32 {
         let one_node = flat(ranks);
         // Binomial trees pair neighbours for any number of ranks.
@@ -394,7 +402,9 @@ fn reductions_that_evaluate_a_tree_do_so_for_every_root() {
     let reduces = |algorithm: &&Algorithm| algorithm.pattern == Pattern::Reduce && !algorithm.follows_tree;
     for ranks in 2..=10_u32 {
         for tree in ORDERS.map(|order| Tree::flat(ranks, order).expect("a tree")) {
-            for algorithm in ALGORITHMS.iter().filter(reduces).filter(|algorithm| evaluates(algorithm, &tree).is_ok()) {
+            for algorithm in
+                ALGORITHMS.iter().filter(reduces).filter(|algorithm| evaluates(algorithm, &tree, Shape::Line).is_ok())
+            {
                 for root in (0..ranks).map(Rank) {
                     let report = check(Goal::Reduce { root }, &schedules(algorithm, ranks, 100, root));
                     let mut report = report.expect("proved");
@@ -434,7 +444,7 @@ fn pat_stays_within_its_room_in_every_regime() {
 
 #[test]
 fn ring_difference_shows_both_expressions() {
-    let why = evaluates(named("ring::all_reduce"), &Tree::flat(3, Order::TreeFold).expect("a tree"));
+    let why = evaluates(named("ring::all_reduce"), &Tree::flat(3, Order::TreeFold).expect("a tree"), Shape::Line);
     let why = why.expect_err("another order for each block").to_string();
     assert_eq!(why, "ring::all_reduce computes ((1+2)+0) for elements 1..2 of 3; declared is ((0+1)+2)");
 }

@@ -36,6 +36,7 @@ fn controller(ranks: u32, socket: String) -> SocketAddr {
                 secret: crate::secret::JobSecret::new([1; 32]),
                 expression: vec![(0..ranks).map(|rank| Child::Rank(Rank(rank))).collect()],
                 table: CostTable::emulated(),
+                shape: Default::default(),
             };
             send(stream, &ClientReply::Joined(Box::new(membership))).expect("a rank");
         }

@@ -1,0 +1,172 @@
+//! Every algorithm that uses a shape, proved in every shape of 1..=64 ranks and compared with its closed form.
+
+use super::*;
+use crate::schedule::{DIMENSIONS_MAX, Dims};
+use std::num::NonZeroU32;
+
+/// The algorithms that use a shape.
+fn shaped() -> impl Iterator<Item = &'static Algorithm> {
+    let uses_shape = |path| matches!(path, Path::Swing | Path::SwingLatency);
+    ALGORITHMS.iter().filter(move |algorithm| algorithm.needs_dimensions() || uses_shape(algorithm.path()))
+}
+
+fn grid(extents: &[u32]) -> Shape {
+    Shape::grid(extents).expect("a grid")
+}
+
+/// Every list of up to four factors of `ranks`, each at least 2, in every order.
+fn factorisations(ranks: u32) -> Vec<Vec<u32>> {
+    let mut found = Vec::new();
+    let mut open = vec![(Vec::new(), ranks)];
+    while let Some((extents, rest)) = open.pop() {
+        if rest == 1 {
+            found.extend((!extents.is_empty()).then_some(extents));
+            continue;
+        }
+        for extent in (2..=rest).filter(|&extent| rest.is_multiple_of(extent) && extents.len() < DIMENSIONS_MAX) {
+            open.push(([&extents[..], &[extent]].concat(), rest / extent));
+        }
+    }
+    found
+}
+
+fn prove_in(shape: Shape, algorithm: &Algorithm, ranks: u32, count: usize) -> Report {
+    let schedules = schedules_in(shape, algorithm, ranks, count, Rank(0));
+    let report = check(Goal::of(algorithm.pattern, Rank(0)), &schedules)
+        .unwrap_or_else(|error| panic!("{algorithm:?}, {shape}, {count} elements: {error}"));
+    compare_cost(algorithm, (ranks, shape), count, Rank(0), &report);
+    report
+}
+
+#[test]
+fn shaped_algorithms_are_correct_and_match_their_cost_formulas_in_every_shape() {
+    let mut shapes = 0;
+    for ranks in 2..=64 {
+        let p = ranks as usize;
+        for (nth, extents) in factorisations(ranks).into_iter().enumerate() {
+            // Counts that do not divide, fewer elements than ranks, none; one that divides by every share.
+            let all = [7 * p + 3, 24 * p, p - 1, 0, 1, p];
+            let counts = match (ranks, extents.len()) {
+                (..=16, _) => all.to_vec(),
+                (_, 2) => vec![all[0], all[1], all[2 + nth % 4]],
+                _ => vec![all[nth % 3]],
+            };
+            for algorithm in shaped().filter(|_| extents.len() > 1) {
+                for &count in &counts {
+                    prove_in(grid(&extents), algorithm, ranks, count);
+                }
+            }
+            shapes += usize::from(extents.len() > 1);
+        }
+    }
+    assert!(shapes > 300, "{shapes}");
+}
+
+#[test]
+fn factorisations_are_all_there_are() {
+    assert_eq!(factorisations(6), [vec![6], vec![3, 2], vec![2, 3]]);
+    // The compositions of 6 into up to four parts.
+    assert_eq!(factorisations(64).len(), 1 + 5 + 10 + 10);
+}
+
+/// The closed forms of the papers, written out for two dimensions.
+#[test]
+fn counts_of_two_dimensions_match_the_papers() {
+    for (a, c) in [(2, 2), (3, 5), (4, 8), (6, 4)] {
+        let (ranks, count) = (a * c, 240 * (a * c) as usize);
+        let all_but_a_block = (count - count / ranks as usize) as u64;
+        for (name, steps) in [
+            ("ring_2d::all_reduce", 2 * (a - 1) + 2 * (c - 1)),
+            ("torus_2d::all_reduce", 2 * (a - 1) + 2 * (c - 1)),
+            ("hierarchical_ring::all_reduce", 2 + 2 * (a - 1)),
+        ] {
+            let report = prove_in(grid(&[a, c]), named(name), ranks, count);
+            assert_eq!(report.steps as u32, steps, "{name} {a}x{c}");
+            assert_eq!(report.sent_elements_max, 2 * all_but_a_block, "{name} {a}x{c}");
+            assert_eq!(report.path_elements, 2 * all_but_a_block, "{name} {a}x{c}");
+            assert_eq!(report.reduced_elements_max, all_but_a_block, "{name} {a}x{c}");
+        }
+        let report = prove_in(grid(&[a, c]), named("mesh_2d::reduce_scatter"), ranks, count);
+        assert_eq!((report.steps as u32, report.sent_elements_max), (a - 1 + c - 1, all_but_a_block), "{a}x{c}");
+    }
+}
+
+#[test]
+fn shaped_algorithms_are_correct_for_up_to_1024_ranks() {
+    let mut proved = 0;
+    for (extents, per_rank) in [
+        (&[10, 10][..], 200.0),
+        (&[8, 16], 200.0),
+        (&[16, 16], 130.0),
+        (&[4, 4, 4, 4], 130.0),
+        (&[10, 10, 10], 60.0),
+        (&[25, 5, 8], 80.0),
+        (&[8, 8, 16], 60.0),
+    ] {
+        let ranks = extents.iter().product();
+        for algorithm in shaped().filter(|algorithm| algorithm.pattern == Pattern::AllReduce || ranks <= 128) {
+            let (shape, count) = (grid(extents), 2 * 4 * ranks as usize);
+            let cost = algorithm.cost(ranks, shape, count);
+            // Those of more messages take long.
+            if cost.messages / f64::from(ranks) + cost.extra_pieces <= per_rank {
+                prove_in(shape, algorithm, ranks, count);
+                proved += 1;
+            }
+        }
+    }
+    assert!(proved >= 40, "{proved}");
+}
+
+#[test]
+fn planted_mistakes_are_found_in_every_shape() {
+    for (extents, count) in [(&[2, 3][..], 600), (&[3, 3], 900), (&[4, 2], 640), (&[2, 2, 2], 960)] {
+        for algorithm in shaped() {
+            let good = schedules_in(grid(extents), algorithm, extents.iter().product(), count, Rank(0));
+            planted::assert_mistakes_are_found(algorithm, Goal::of(algorithm.pattern, Rank(0)), &good);
+        }
+    }
+}
+
+/// The name of an algorithm that uses a shape stands for no other algorithm's schedules in every shape.
+#[test]
+fn names_of_shaped_algorithms_stand_for_different_schedules() {
+    let shapes = [grid(&[4, 2]), grid(&[2, 4]), grid(&[2, 2, 2]), Shape::Line];
+    for algorithm in shaped() {
+        let is_other = |other: &&Algorithm| other.pattern == algorithm.pattern && other.name != algorithm.name;
+        for other in ALGORITHMS.iter().filter(is_other) {
+            let of = |algorithm| shapes.map(|shape| schedules_in(shape, algorithm, 8, 6400, Rank(0)));
+            assert!(of(algorithm) != of(other), "{algorithm:?} is {other:?}");
+        }
+    }
+}
+
+#[test]
+fn dimensions_of_one_rank_change_nothing_and_servers_are_rows() {
+    let of = |shape, algorithm| schedules_in(shape, algorithm, 12, 100, Rank(0));
+    for algorithm in shaped() {
+        let plain = of(grid(&[3, 4]), algorithm);
+        assert!(of(Shape::Servers(NonZeroU32::new(4).expect("not 0")), algorithm) == plain, "{algorithm:?}");
+        let has_rows = algorithm.path() == Path::HierarchicalRing;
+        for extents in [&[1, 3, 4][..], &[3, 1, 4], &[3, 4, 1]] {
+            // The last dimension is that of servers.
+            let is_same = of(grid(extents), algorithm) == plain;
+            assert_eq!(is_same, !has_rows || extents[2] == 4, "{algorithm:?} {extents:?}");
+        }
+        // What fits another number of ranks is a line.
+        assert!(of(grid(&[2, 4]), algorithm) == of(Shape::Line, algorithm), "{algorithm:?}");
+    }
+    assert_eq!(Shape::Line.dims(12), Dims::new(&[12]).expect("a line"));
+}
+
+/// Each block has an order of its own, so none of them keeps a declared order.
+#[test]
+fn shaped_algorithms_keep_no_declared_order() {
+    for algorithm in
+        shaped().filter(|algorithm| algorithm.needs_dimensions() && algorithm.pattern != Pattern::AllGather)
+    {
+        for order in ORDERS {
+            let tree = Tree::flat(6, order).expect("a tree");
+            evaluates(algorithm, &tree, grid(&[2, 3])).expect_err("another order");
+        }
+    }
+}
