@@ -176,6 +176,7 @@ pub use comm::{
 pub use controller::proto::Attach;
 pub use controller::proto::Transport;
 pub use half::{bf16, f16};
+pub use schedule::Shape;
 pub use select::Algo;
 pub use sumac_hal::ctrl::Order;
 pub use sumac_hal::ids::Rank;

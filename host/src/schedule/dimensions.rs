@@ -11,7 +11,7 @@
 //! An all-reduce numbers parts in the order of its dimensions, so each message is one run of elements. A reduce-scatter
 //! and an all-gather have rank r's part in block r: their messages have a piece for each run of ranks.
 
-use super::lines::{Form, Line};
+use super::lines::{Form, Line, Targets};
 use super::{Buffer, Layout, Local, Place, Recv, Region, Schedule, Send, Span, Step};
 use sumac_hal::ids::Rank;
 
@@ -176,7 +176,8 @@ impl Course {
                 false => Buffer::Work.at(piece),
             };
             let slot = |slot: u32, piece: usize| self.slot(&self.pieces(nth, line.own), slot, piece);
-            line.reduce_scatter(source, &|at| self.pieces(nth, at), &finish, &slot, &mut steps);
+            let targets = Targets { finish: &finish, slot: &slot };
+            line.reduce_scatter(source, &|at| self.pieces(nth, at), targets, &mut steps);
         }
         steps
     }

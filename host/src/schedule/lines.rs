@@ -40,6 +40,15 @@ pub(super) struct Line {
 /// The pieces of a block.
 type Blocks<'a> = &'a dyn Fn(u32) -> Vec<Span>;
 
+/// Where what a rank gets of its own block goes.
+#[derive(Clone, Copy)]
+pub(super) struct Targets<'a> {
+    /// The reduction of a piece.
+    pub(super) finish: &'a dyn Fn(Span) -> Region,
+    /// Another rank's contribution: a slot, and the index of a piece in it.
+    pub(super) slot: &'a dyn Fn(u32, usize) -> Region,
+}
+
 impl Line {
     /// How many further copies of its block this rank holds for a time.
     pub(super) const fn slots(&self) -> u32 {
@@ -50,20 +59,19 @@ impl Line {
         }
     }
 
-    /// Append the steps of a reduce-scatter of what is in `source`, where `Input` stays. Partial values are at their
-    /// place in `Work`, and those of this rank's block go where `finish` says; `slot` is a piece of a slot.
+    /// Append the steps of a reduce-scatter of what is in `source`. Partial values are at their place in `Work`, and
+    /// those of this rank's block go to `targets`.
     pub(super) fn reduce_scatter(
         &self,
         source: Buffer,
         blocks: Blocks<'_>,
-        finish: &dyn Fn(Span) -> Region,
-        slot: &dyn Fn(u32, usize) -> Region,
+        targets: Targets<'_>,
         steps: &mut Vec<CourseStep>,
     ) {
         match self.form {
-            Form::Ring => self.push_ring_reduce_scatter(source, blocks, finish, steps),
-            Form::Mesh => self.push_mesh_reduce_scatter(source, blocks, (finish, slot), steps),
-            Form::FullMesh => self.push_full_mesh_reduce_scatter(source, blocks, (finish, slot), steps),
+            Form::Ring => self.push_ring_reduce_scatter(source, blocks, targets, steps),
+            Form::Mesh => self.push_mesh_reduce_scatter(source, blocks, targets, steps),
+            Form::FullMesh => self.push_full_mesh_reduce_scatter(source, blocks, targets, steps),
         }
     }
 
@@ -71,7 +79,7 @@ impl Line {
         &self,
         source: Buffer,
         blocks: Blocks<'_>,
-        finish: &dyn Fn(Span) -> Region,
+        Targets { finish, .. }: Targets<'_>,
         steps: &mut Vec<CourseStep>,
     ) {
         for s in 0..self.len - 1 {
@@ -90,7 +98,7 @@ impl Line {
         &self,
         source: Buffer,
         blocks: Blocks<'_>,
-        (finish, slot): (&dyn Fn(Span) -> Region, &dyn Fn(u32, usize) -> Region),
+        Targets { finish, slot }: Targets<'_>,
         steps: &mut Vec<CourseStep>,
     ) {
         let (own, last) = (self.own, self.len - 1);
@@ -140,7 +148,7 @@ impl Line {
         &self,
         source: Buffer,
         blocks: Blocks<'_>,
-        (finish, slot): (&dyn Fn(Span) -> Region, &dyn Fn(u32, usize) -> Region),
+        Targets { finish, slot }: Targets<'_>,
         steps: &mut Vec<CourseStep>,
     ) {
         let mut step = CourseStep::default();
