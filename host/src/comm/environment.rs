@@ -371,7 +371,7 @@ fn warning(name: &str) -> Option<Warning> {
 const TESTS: &str = "SUMAC_TEST_";
 
 /// All variables that something reads: [`JoinConfig::from_env`], devices, and the `sumac` command.
-const KNOWN: [&str; 41] = [
+const KNOWN: [&str; 42] = [
     "SUMAC_ALGO",
     "SUMAC_BIND",
     "SUMAC_CARDS",

@@ -168,15 +168,12 @@ impl DataPath {
         }
     }
 
-    const fn is_on_one_machine(&self) -> bool {
-        self.selection.context().ranks_per_host == self.place.ranks()
-    }
-
     /// Look at the calls of ranks that do not announce them to the tree, if it is time; returns when to look next.
     fn compare_calls(&mut self, now: Instant) -> Result<Option<Duration>, Error> {
         let (in_tree, version) =
             ((&self.operations, self.tree.completed_below()), self.selection.context().table.version);
-        let compared = self.is_on_one_machine().then(|| self.comparison.compare(now, &mut self.host, in_tree, version));
+        let compared =
+            self.selection.is_on_one_machine().then(|| self.comparison.compare(now, &mut self.host, in_tree, version));
         compared.unwrap_or(Ok(None))
     }
 
@@ -260,7 +257,7 @@ impl DataPath {
         limit: Option<StragglerLimit>,
     ) -> Result<Option<OpId>, Error> {
         if !chosen.is_announced
-            || self.is_on_one_machine() && is_left_to_ranks(desc, chosen.path, limit, self.place.ranks())
+            || self.selection.is_on_one_machine() && is_left_to_ranks(desc, chosen.path, limit, self.place.ranks())
         {
             return Ok(None);
         }

@@ -64,6 +64,11 @@ impl Selection {
         &self.context
     }
 
+    /// Return whether all ranks are on one machine.
+    pub(super) const fn is_on_one_machine(&self) -> bool {
+        self.context.ranks_per_host == self.context.ranks
+    }
+
     /// Continue with another context.
     pub(super) fn install(&mut self, context: SelectionContext) {
         self.context = context;

@@ -14,7 +14,7 @@ use sumac_hal::op::{Collective, Dtype, ReduceOp};
 use thiserror::Error;
 
 /// Other spellings, each with the name that it stands for.
-const ALIASES: [(&str, &str); 27] = [
+const ALIASES: [(&str, &str); 30] = [
     ("int8", "i8"),
     ("uint8", "u8"),
     ("int32", "i32"),

@@ -79,7 +79,7 @@ pub(super) fn read_with(
 }
 
 /// Variables that a key of `[rank]` in a configuration file stands for.
-pub(super) const RANK_VARIABLES: [&str; 28] = [
+pub(super) const RANK_VARIABLES: [&str; 29] = [
     "SUMAC_ALGO",
     "SUMAC_BIND",
     "SUMAC_CONTROLLER",
