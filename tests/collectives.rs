@@ -395,7 +395,8 @@ fn cancel_ends_a_wait_for_a_message() {
 fn bytes_on_the_wire_are_those_of_the_formulas() {
     let cluster = Cluster::start(1, 4);
     let size = 4 << 20;
-    let sent = cluster.run("bytes", 4, plain, |comm| {
+    let in_a_grid = |config: &mut JoinConfig| config.set("shape", "2x2").expect("a shape");
+    let sent = cluster.run("bytes", 4, in_a_grid, |comm| {
         let formula_bytes = |formula: f64| (formula * size as f64) as u64;
         let sent = |collective, algo, formula: f64| {
             let desc = describe(collective, 0, size / 4);
@@ -417,16 +418,24 @@ fn bytes_on_the_wire_are_those_of_the_formulas() {
             (Collective::AllReduce, Algo::Swing, 1.5),
             (Collective::AllReduce, Algo::Bine, 1.5),
             (Collective::AllReduce, Algo::SwingLatency, 2.0),
+            (Collective::AllReduce, Algo::Ring2d, 1.5),
+            (Collective::AllReduce, Algo::Torus2d, 1.5),
+            (Collective::AllReduce, Algo::Mesh2d, 1.5),
+            (Collective::AllReduce, Algo::HierarchicalRing, 1.5),
             (Collective::ReduceScatter, Algo::Tree, 1.0),
             (Collective::ReduceScatter, Algo::Ring, 0.75),
             (Collective::ReduceScatter, Algo::FullMesh, 0.75),
             (Collective::ReduceScatter, Algo::Nhr, 0.75),
             (Collective::ReduceScatter, Algo::Pat, 0.75),
             (Collective::ReduceScatter, Algo::Bine, 0.75),
+            (Collective::ReduceScatter, Algo::Torus2d, 0.75),
+            (Collective::ReduceScatter, Algo::HierarchicalRing, 0.75),
             (Collective::AllGather, Algo::Tree, 0.25),
             (Collective::AllGather, Algo::Ring, 0.75),
             (Collective::AllGather, Algo::Pat, 0.75),
             (Collective::AllGather, Algo::Bine, 0.75),
+            (Collective::AllGather, Algo::Torus2d, 0.75),
+            (Collective::AllGather, Algo::HierarchicalRing, 0.75),
         ];
         let counted =
             ways.map(|(collective, algo, formula)| (collective, algo, formula, sent(collective, algo, formula)));

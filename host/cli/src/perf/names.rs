@@ -14,7 +14,7 @@ use sumac_hal::op::{Collective, Dtype, ReduceOp};
 use thiserror::Error;
 
 /// Other spellings, each with the name that it stands for.
-const ALIASES: [(&str, &str); 30] = [
+const ALIASES: [(&str, &str); 33] = [
     ("int8", "i8"),
     ("uint8", "u8"),
     ("int32", "i32"),
@@ -42,6 +42,9 @@ const ALIASES: [(&str, &str); 30] = [
     ("full_mesh", "full-mesh"),
     ("swing_latency", "swing-latency"),
     ("van_de_geijn", "van-de-geijn"),
+    ("2d_ring", "2d-ring"),
+    ("2d_torus", "2d-torus"),
+    ("2d_mesh", "2d-mesh"),
     ("hier_ring", "hier-ring"),
     ("hierarchical-ring", "hier-ring"),
     ("hierarchical_ring", "hier-ring"),
