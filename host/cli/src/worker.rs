@@ -24,6 +24,7 @@ pub(crate) fn run() -> Result<(), Failure> {
     config.verbs = job.verbs.clone();
     config.trees = job.trees;
     config.wait_policy = job.wait_policy;
+    config.shape = job.shape;
     config.deadline = Duration::from_millis(job.deadline_ms);
     let communicator = Communicator::join(config).map_err(Failure::run)?;
     // A job that only explains shows the refusal.

@@ -32,7 +32,7 @@ pub struct Context {
     /// Number of the operation on this mesh; increases by one with each.
     pub op_index: u64,
     /// The number of the call among all of its communicator, from 1, modulo 2^32; 0 if it is none. It tells a rank that
-    /// is in another kind of operation whether others are in the same call ([`super::other_calls`]).
+    /// is in another kind of operation whether others are in the same call.
     pub number: u32,
     /// The signature that ranks compare ([`OpDesc::signature`]).
     pub signature: u32,

@@ -194,6 +194,7 @@ impl Job<'_> {
                 host: host.clone(),
                 order: run.order.map(Into::into),
                 transport: run.transport,
+                shape: None,
                 wait_policy: WaitPolicy::default(),
                 verbs: run.verbs.in_turn(rank as usize),
                 trees: 0,

@@ -19,7 +19,7 @@ use std::io::{self, Write};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use sumac::select::{JobFacts, TreeTransport};
-use sumac::{Transport, WaitPolicy};
+use sumac::{Shape, Transport, WaitPolicy};
 use sumac_hal::ctrl::Order;
 use sumac_hal::ctrl::secure::Key;
 use sumac_hal::ids::Rank;
@@ -51,6 +51,9 @@ pub(crate) struct RankJob {
     /// The maximum number of trees; 0: as many as are faster.
     #[serde(default)]
     pub(crate) trees: u8,
+    /// How the ranks lie. `None`: by their machines.
+    #[serde(default)]
+    pub(crate) shape: Option<Shape>,
     /// How it waits for other processes of its machine.
     #[serde(default)]
     pub(crate) wait_policy: WaitPolicy,

@@ -11,9 +11,9 @@ use crate::workload::{Check, MemoryKind, Placements};
 use clap::Args;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
-use sumac::WaitPolicy;
 use sumac::comm::DEFAULT_PORT;
 use sumac::controller::TREES_MAX;
+use sumac::{Shape, WaitPolicy};
 use sumac_hal::op::{Collective, Dtype, ReduceOp};
 
 /// The most ranks, each of which is a process on this machine.
@@ -101,6 +101,9 @@ pub(crate) struct PerfArgs {
     /// 0]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=i64::from(TREES_MAX)))]
     pub(super) trees: Option<u8>,
+    /// How the ranks lie, for algorithms that use it: line, a grid as 4x8, or servers:4 [default: SUMAC_SHAPE, or line]
+    #[arg(long, value_name = "SHAPE")]
+    pub(super) shape: Option<Shape>,
     /// How ranks wait for other processes of their machine [default: SUMAC_WAIT_POLICY, or auto]
     ///
     /// `auto` spins while each rank has a core, then yields, then sleeps. `spin` and `yield` never sleep.

@@ -10,7 +10,7 @@ use crate::job::Case;
 use crate::options::{Algo, Transport};
 use crate::size::{SizeBytes, Step, sweep};
 use crate::workload::Placements;
-use anyhow::{bail, ensure};
+use anyhow::{anyhow, bail, ensure};
 use sumac_hal::op::{Collective, Dtype, ReduceOp};
 use sumac_hal::reduce::Kernel;
 
@@ -31,6 +31,7 @@ impl PerfArgs {
     /// not have, an algorithm that none of the collectives has, and options that exclude each other or have no effect.
     pub(super) fn cases(&self) -> anyhow::Result<Vec<Case>> {
         self.check_transport()?;
+        self.check_shape()?;
         self.check_fault()?;
         self.check_effects()?;
         self.check_algos()?;
@@ -65,6 +66,11 @@ impl PerfArgs {
         let both = self.buffers == Some(Placements::Both);
         ensure!(!both, "--fault goes into one operation per row; use --buffers in-place or out-of-place");
         Ok(())
+    }
+
+    fn check_shape(&self) -> anyhow::Result<()> {
+        let checked = self.shape.map_or(Ok(()), |shape| shape.check(self.world()));
+        checked.map_err(|why| anyhow!("--shape: {why}"))
     }
 
     fn check_transport(&self) -> anyhow::Result<()> {
@@ -344,6 +350,14 @@ mod tests {
         let error =
             Command::try_parse_from(["perf", "--transport", "roce"]).map(|_| ()).expect_err("no such transport");
         assert!(error.to_string().contains("auto, udp, shm"), "{error}");
+    }
+
+    #[test]
+    fn shape_must_fit_the_ranks() {
+        assert_eq!(parse("--shape 2x3").shape, "2x3".parse().ok());
+        assert!(refused("--shape 2x3 --ranks 4").contains("2x3 does not fit 4 ranks"));
+        assert!(refused("--shape servers:3 --ranks 8").contains("a multiple of 3"));
+        assert!(Command::try_parse_from(["perf", "--shape", "round"]).is_err());
     }
 
     #[test]
