@@ -310,6 +310,11 @@ impl Supervisor {
             .map_err(|error| ClusterError::System { what: what(), source: error.into() })
     }
 
+    /// Let a child end in order when the supervisor is dropped: what it uses outlives this process.
+    pub(crate) fn end_in_order(&mut self, id: ChildId) {
+        self.children[id.0].ends_in_order = true;
+    }
+
     /// Note that a child may end with any status.
     pub(crate) fn may_fail(&mut self, id: ChildId) {
         self.children[id.0].may_fail = true;
@@ -354,18 +359,38 @@ impl Supervisor {
 }
 
 impl Drop for Supervisor {
-    /// Kill all children, then reap them.
+    /// Kill all children, those that end in order once they have had [`END_LIMIT`] for it, then reap them.
     fn drop(&mut self) {
-        let mut running: Vec<_> = self.children.iter_mut().filter(|child| !child.ended).collect();
-        for child in &mut running {
+        let mut running: Vec<_> = self.children.iter_mut().enumerate().filter(|(_, child)| !child.ended).collect();
+        // Those that are killed at once come first.
+        running.sort_by_key(|(_, child)| child.ends_in_order);
+        for (index, child) in &mut running {
+            if child.ends_in_order {
+                let pid = rustix::process::Pid::from_child(&child.process);
+                let _ = rustix::process::kill_process(pid, rustix::process::Signal::INT);
+                wait_until_closed(&self.events, ChildId(*index));
+            }
             // Killing fails if it has already ended.
             let _ = child.process.kill();
         }
-        for child in &mut running {
+        for (_, child) in &mut running {
             let _ = child.process.wait();
         }
     }
 }
+
+/// Wait until a child has closed its stdout, at most for [`END_LIMIT`].
+fn wait_until_closed(events: &Receiver<Event>, id: ChildId) {
+    let limit = Instant::now() + END_LIMIT;
+    while let Ok(event) = events.recv_timeout(limit.saturating_duration_since(Instant::now())) {
+        if matches!(event, Event::Closed(closed) if closed == id) {
+            return;
+        }
+    }
+}
+
+/// How long a child that ends in order may take for it.
+const END_LIMIT: Duration = Duration::from_secs(2);
 
 /// A time limit, with its length for messages.
 #[derive(Debug, Clone, Copy)]

@@ -55,6 +55,8 @@ pub(super) struct Child {
     pub(super) may_end: bool,
     /// Whether it may end with any status.
     pub(super) may_fail: bool,
+    /// Whether it is asked to end before it is killed.
+    pub(super) ends_in_order: bool,
     /// Whether it has ended and has been reaped.
     pub(super) ended: bool,
     /// Bytes to write to its stdin, which stays open as long as this sender.
@@ -78,10 +80,10 @@ impl Child {
         let mut process = command.spawn()?;
         let pipes = (process.stdin.take(), process.stdout.take(), process.stderr.take());
         let stderr = Arc::default();
-        let (may_end, may_fail, ended) = (false, false, false);
+        let (may_end, may_fail, ends_in_order, ended) = (false, false, false, false);
         let (stdin, to_write) = channel();
         let (name, stdin, stderr_reader) = (name.into(), Some(stdin), None);
-        let mut child = Self { name, process, may_end, may_fail, ended, stdin, stderr, stderr_reader };
+        let mut child = Self { name, process, may_end, may_fail, ends_in_order, ended, stdin, stderr, stderr_reader };
         let (Some(to), Some(from), Some(errors)) = pipes else { return Ok(child) };
         if let Err(error) = child.listen(id, (to, to_write), from, errors, events, bar) {
             let _ = child.process.kill();

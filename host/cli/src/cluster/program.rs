@@ -128,6 +128,7 @@ fn spawn(id: ChildId, program: Program<'_>, events: &Sender<Event>) -> io::Resul
         process,
         may_end: true,
         may_fail: false,
+        ends_in_order: false,
         ended: false,
         stdin: None,
         stderr: Arc::default(),

@@ -96,6 +96,10 @@ pub(crate) struct Started {
 pub(crate) fn start(supervisor: &mut Supervisor, config: &ClusterConfig<'_>) -> Result<Started, ClusterError> {
     let anywhere = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
     let (controller, addr) = start_controller(supervisor, config, config.listen.unwrap_or(anywhere))?;
+    if !config.given.is_empty() {
+        // So that given devices need not keep the trees of a job that is gone until their leases end.
+        supervisor.end_in_order(controller);
+    }
     let is_given = |index: &usize| config.given.iter().any(|(given, _)| given == index);
     let devices: Vec<ChildId> = (0..config.layout.devices.len())
         .filter(|index| !is_given(index))
