@@ -39,7 +39,7 @@ impl Core {
         options: &CallOptions,
     ) -> Result<Outcome, Error> {
         let result = self.run_to_end(desc, buffers, options);
-        self.data.operations.end_call();
+        self.data.operations.calling = None;
         result
     }
 
@@ -131,10 +131,13 @@ impl Core {
             Ok(posted) => posted,
         };
         let Some((op, transfer)) = posted else { return Ok(TreeRun::Restart) };
-        self.data.operations.calling_in_tree = Some(desc);
         while !self.data.tree.is_complete(op) {
             let borrowed = BorrowedBuffers { op, extent, buffers: &mut *buffers };
-            match self.data.step(Some(borrowed), deadline) {
+            self.data.operations.calling_in_tree = Some(desc);
+            let stepped = self.data.step(Some(borrowed), deadline);
+            // A change of the view may let the same call run by another path.
+            self.data.operations.calling_in_tree = None;
+            match stepped {
                 Err(Stop::ViewInQuestion(cause)) => {
                     let borrowed = BorrowedBuffers { op, extent, buffers: &mut *buffers };
                     return match self.change_view(Some(borrowed), &cause, deadline) {
@@ -223,7 +226,7 @@ impl Core {
             let error = self.end(error, &desc, begun);
             self.release_rejected_call(error)
         });
-        self.data.operations.end_call();
+        self.data.operations.calling = None;
         Ok(self.data.outcome(&result?, None, begun))
     }
 

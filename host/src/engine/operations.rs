@@ -334,11 +334,6 @@ impl Operations {
         started.chain(others).filter(|number| **number > call).for_each(|number| *number -= 1);
     }
 
-    /// The call that was running has ended.
-    pub(super) const fn end_call(&mut self) {
-        (self.calling, self.calling_in_tree) = (None, None);
-    }
-
     /// Return the number of the call whose schedule is running, as other ranks are told it.
     pub(super) fn scheduled_number(&self) -> u32 {
         let scheduling = self.scheduling.as_ref().map(|scheduling| scheduling.call);

@@ -78,7 +78,7 @@ impl Core {
         let PreparedCall { desc, options, extent, decided } = call;
         extent.check(desc, &buffers)?;
         let result = self.run_checked((*desc, options), extent, &mut buffers, decided.as_ref());
-        self.data.operations.end_call();
+        self.data.operations.calling = None;
         if result.is_ok() && !decided.as_ref().is_some_and(|decided| decided.is_of(self.data.generation())) {
             *decided = self.decide(desc, options, is_in_place);
         }
