@@ -1,9 +1,9 @@
 //! Reduce-scatters and all-gathers that go along the dimensions of a grid, one after the other.
 //!
-//! A *course* has a share of the elements and an order of the dimensions. Along each dimension, the *line* of ranks
-//! that differ there alone reduce what they have so far: the rank at place i of d keeps part i. After the last
-//! dimension each rank has a finished part, and the all-gather takes the same way back. Several courses run at once,
-//! step by step, on shares of their own, to use the links of several dimensions ([`super::torus_2d`]).
+//! A *sub-collective* has a share of the elements and an order of the dimensions. Along each dimension, the ranks that
+//! differ there alone, a *line*, reduce what they have so far: the rank at place i of d keeps part i. After the last
+//! dimension each rank has a finished part, and the all-gather takes the same way back. Several sub-collectives run at
+//! once, step by step, on shares of their own, to use the links of several dimensions ([`super::torus_2d`]).
 //!
 //! How the ranks of a line exchange is their [`Form`]; [`super::lines`] has the steps. Along dimensions of d1, d2, ...
 //! ranks, n elements become n/d1, n/(d1 d2), ..., so that all forms of d - 1 blocks each send n(p-1)/p in all.
@@ -15,71 +15,71 @@ use super::lines::{Form, Line, Targets};
 use super::{Buffer, Layout, Local, Place, Recv, Region, Schedule, Send, Span, Step};
 use sumac_hal::ids::Rank;
 
-/// The dimensions of a grid in the order of a course, each with the form of its lines.
+/// The dimensions of a grid in the order of a sub-collective, each with the form of its lines.
 pub(super) type Order = Vec<(usize, Form)>;
 
-/// Schedule an all-reduce of `count` elements over a grid, with a course for each of `orders`.
+/// Schedule an all-reduce of `count` elements over a grid, with a sub-collective for each of `orders`.
 pub(super) fn all_reduce(place: Place, count: usize, dims: &[u32], orders: &[Order]) -> Schedule {
     let parts = |share: usize| Parts::Contiguous(Span::of_block(count, orders.len() as u32, share as u32));
-    let courses = courses(place, dims, orders, &parts, count);
-    let slots: usize = courses.iter().map(Course::slots).sum();
+    let subs = sub_collectives(place, dims, orders, &parts, count);
+    let slots: usize = subs.iter().map(SubCollective::slots).sum();
     let layout = match slots {
         0 => Layout::all_reduce(count),
         _ => Layout { work: count + slots, work_in_output: false, ..Layout::all_reduce(count) },
     };
     let mut schedule = Schedule::reducing(place, layout);
-    if courses.iter().all(|course| course.lines.is_empty()) {
+    if subs.iter().all(|sub| sub.lines.is_empty()) {
         let whole = Span::first(count);
         schedule.move_locally(&[Local::copy(Buffer::Input.at(whole), Buffer::Output.at(whole))]);
     }
-    push_together(&mut schedule, courses.iter().map(|course| course.reduce_scatter(0)).collect());
-    push_together(&mut schedule, courses.iter().map(Course::all_gather).collect());
+    push_together(&mut schedule, subs.iter().map(|sub| sub.reduce_scatter(0)).collect());
+    push_together(&mut schedule, subs.iter().map(SubCollective::all_gather).collect());
     schedule
 }
 
-/// Schedule a reduce-scatter of `count` elements over a grid, with a course for each of `orders`: rank r gets block r
-/// of p.
+/// Schedule a reduce-scatter of `count` elements over a grid, with a sub-collective for each of `orders`: rank r
+/// gets block r of p.
 pub(super) fn reduce_scatter(place: Place, count: usize, dims: &[u32], orders: &[Order]) -> Schedule {
     let own = Span::of_block(count, place.ranks(), place.rank().0);
     let parts = |share| Parts::OfRanks { count, share, shares: orders.len() };
-    let courses = courses(place, dims, orders, &parts, count);
-    let work = if place.ranks() > 1 { count + courses.iter().map(Course::slots).sum::<usize>() } else { 0 };
+    let subs = sub_collectives(place, dims, orders, &parts, count);
+    let work = if place.ranks() > 1 { count + subs.iter().map(SubCollective::slots).sum::<usize>() } else { 0 };
     let layout = Layout { input: count, output: own.len, work, work_in_output: false, in_place_at: Some(own.start) };
     let mut schedule = Schedule::reducing(place, layout);
-    if courses.iter().all(|course| course.lines.is_empty()) {
+    if subs.iter().all(|sub| sub.lines.is_empty()) {
         schedule.move_locally(&[Local::copy(Buffer::Input.at(own), Buffer::Output.at(Span::first(own.len)))]);
     }
-    push_together(&mut schedule, courses.iter().map(|course| course.reduce_scatter(own.start)).collect());
+    push_together(&mut schedule, subs.iter().map(|sub| sub.reduce_scatter(own.start)).collect());
     schedule
 }
 
-/// Schedule an all-gather of `count` elements in all over a grid, with a course for each of `orders`, backwards: rank r
-/// contributes block r of p.
+/// Schedule an all-gather of `count` elements in all over a grid, with a sub-collective for each of `orders`,
+/// backwards: rank r contributes block r of p.
 pub(super) fn all_gather(place: Place, count: usize, dims: &[u32], orders: &[Order]) -> Schedule {
     let own = Span::of_block(count, place.ranks(), place.rank().0);
     let parts = |share| Parts::OfRanks { count, share, shares: orders.len() };
     let mut schedule = Schedule::moving(place, Layout::moves(own.len, count, Some(own.start)));
     schedule.move_locally(&[Local::copy(Buffer::Input.at(Span::first(own.len)), Buffer::Output.at(own))]);
-    let courses = courses(place, dims, orders, &parts, count);
-    push_together(&mut schedule, courses.iter().map(Course::all_gather).collect());
+    let subs = sub_collectives(place, dims, orders, &parts, count);
+    push_together(&mut schedule, subs.iter().map(SubCollective::all_gather).collect());
     schedule
 }
 
-/// A step of a course.
+/// A step of a sub-collective.
 #[derive(Default)]
-pub(super) struct CourseStep {
+pub(super) struct SubStep {
     pub(super) locals: Vec<Local>,
     pub(super) sends: Vec<Send>,
     pub(super) recvs: Vec<Recv>,
 }
 
-/// Append the steps of courses: the first ones of all together, then the second ones.
-fn push_together(schedule: &mut Schedule, courses: Vec<Vec<CourseStep>>) {
-    let steps = courses.iter().map(Vec::len).max().unwrap_or(0);
-    let mut courses: Vec<_> = courses.into_iter().map(Vec::into_iter).collect();
+/// Append the steps of sub-collectives: the first ones of all together, then the second ones.
+fn push_together(schedule: &mut Schedule, subs: Vec<Vec<SubStep>>) {
+    let steps = subs.iter().map(Vec::len).max().unwrap_or(0);
+    let mut subs: Vec<_> = subs.into_iter().map(Vec::into_iter).collect();
     for _ in 0..steps {
-        let mut all = CourseStep::default();
-        for step in courses.iter_mut().filter_map(Iterator::next) {
+        let mut all = SubStep::default();
+        for step in subs.iter_mut().filter_map(Iterator::next) {
             all.locals.extend(step.locals);
             all.sends.extend(step.sends);
             all.recvs.extend(step.recvs);
@@ -92,43 +92,49 @@ fn push_together(schedule: &mut Schedule, courses: Vec<Vec<CourseStep>>) {
     }
 }
 
-/// Which elements a course has, and how they are divided among ranks.
+/// Which elements a sub-collective has, and how they are divided among ranks.
 #[derive(Clone, Copy)]
 enum Parts {
-    /// These elements, divided by the places of ranks in the order of the course.
+    /// These elements, divided by the places of ranks in the order of the sub-collective.
     Contiguous(Span),
     /// A share of each rank's block.
     OfRanks { count: usize, share: usize, shares: usize },
 }
 
-/// What one rank does of a course.
-struct Course {
+/// What one rank does of a sub-collective.
+struct SubCollective {
     ranks: u32,
-    /// The lines through this rank, in the order of the course; none of a single rank.
+    /// The lines through this rank, in the order of the sub-collective; none of a single rank.
     lines: Vec<Line>,
     parts: Parts,
     /// Where its slots begin in `Work`.
     slots_at: usize,
 }
 
-/// Lay out a course for each order. Their slots follow `count` elements of `Work`.
-fn courses(place: Place, dims: &[u32], orders: &[Order], parts: &dyn Fn(usize) -> Parts, count: usize) -> Vec<Course> {
+/// Lay out a sub-collective for each order. Their slots follow `count` elements of `Work`.
+fn sub_collectives(
+    place: Place,
+    dims: &[u32],
+    orders: &[Order],
+    parts: &dyn Fn(usize) -> Parts,
+    count: usize,
+) -> Vec<SubCollective> {
     let mut slots_at = count;
-    let course = |(share, order): (usize, &Order)| {
+    let sub = |(share, order): (usize, &Order)| {
         let line = |&(dim, form): &(usize, Form)| {
             let stride: u32 = dims[dim + 1..].iter().product();
             let own = place.rank().0 / stride % dims[dim];
             Line { form, len: dims[dim], own, stride, rank: place.rank() }
         };
         let lines = order.iter().map(line).filter(|line| line.len > 1).collect();
-        let course = Course { ranks: place.ranks(), lines, parts: parts(share), slots_at };
-        slots_at += course.slots();
-        course
+        let sub = SubCollective { ranks: place.ranks(), lines, parts: parts(share), slots_at };
+        slots_at += sub.slots();
+        sub
     };
-    orders.iter().enumerate().map(course).collect()
+    orders.iter().enumerate().map(sub).collect()
 }
 
-impl Course {
+impl SubCollective {
     /// The elements of the rank at place `at` of line `nth`, and of those that it stands for in later lines.
     fn pieces(&self, nth: usize, at: u32) -> Vec<Span> {
         let (line, done) = (&self.lines[nth], &self.lines[..nth]);
@@ -156,7 +162,7 @@ impl Course {
         }
     }
 
-    /// How many elements of `Work` the course needs beside those in place.
+    /// How many elements of `Work` the sub-collective needs beside those in place.
     fn slots(&self) -> usize {
         let of_line = |(nth, line): (usize, &Line)| {
             let own: usize = self.pieces(nth, line.own).iter().map(|piece| piece.len).sum();
@@ -166,7 +172,7 @@ impl Course {
     }
 
     /// The steps to this rank's finished part, whose `Output` begins at element `output_at`.
-    fn reduce_scatter(&self, output_at: usize) -> Vec<CourseStep> {
+    fn reduce_scatter(&self, output_at: usize) -> Vec<SubStep> {
         let mut steps = Vec::new();
         for (nth, line) in self.lines.iter().enumerate() {
             let source = if nth == 0 { Buffer::Input } else { Buffer::Work };
@@ -189,8 +195,8 @@ impl Course {
         Buffer::Work.at(Span { start, len: pieces[piece].len })
     }
 
-    /// The steps from this rank's finished part to all of the course's elements.
-    fn all_gather(&self) -> Vec<CourseStep> {
+    /// The steps from this rank's finished part to all of the sub-collective's elements.
+    fn all_gather(&self) -> Vec<SubStep> {
         let mut steps = Vec::new();
         for (nth, line) in self.lines.iter().enumerate().rev() {
             line.all_gather(&|at| self.pieces(nth, at), &mut steps);

@@ -8,7 +8,7 @@
 //! | [`Form::Mesh`] | d-1, a block in each direction | to both neighbours, none around the end | at most d-1 blocks |
 //! | [`Form::FullMesh`] | 1, of d-1 blocks | to each other rank | a block |
 
-use super::dimensions::CourseStep;
+use super::dimensions::SubStep;
 use super::{Buffer, Landing, Local, Recv, Region, Send, Side, Span};
 use sumac_hal::ids::Rank;
 
@@ -66,7 +66,7 @@ impl Line {
         source: Buffer,
         blocks: Blocks<'_>,
         targets: Targets<'_>,
-        steps: &mut Vec<CourseStep>,
+        steps: &mut Vec<SubStep>,
     ) {
         match self.form {
             Form::Ring => self.push_ring_reduce_scatter(source, blocks, targets, steps),
@@ -80,12 +80,12 @@ impl Line {
         source: Buffer,
         blocks: Blocks<'_>,
         Targets { finish, .. }: Targets<'_>,
-        steps: &mut Vec<CourseStep>,
+        steps: &mut Vec<SubStep>,
     ) {
         for s in 0..self.len - 1 {
             let from = if s == 0 { source } else { Buffer::Work };
             let to = |piece| if s + 2 == self.len { finish(piece) } else { Buffer::Work.at(piece) };
-            let mut step = CourseStep::default();
+            let mut step = SubStep::default();
             step.send(self.rank_at(self.before(self.len - 1)), from, &blocks(self.before(s + 1)));
             let landing = |piece| Landing::combine(source.at(piece), Side::Left, to(piece));
             step.receive(self.rank_at(self.before(1)), from, &blocks(self.before(s + 2)), &landing);
@@ -99,13 +99,13 @@ impl Line {
         source: Buffer,
         blocks: Blocks<'_>,
         Targets { finish, slot }: Targets<'_>,
-        steps: &mut Vec<CourseStep>,
+        steps: &mut Vec<SubStep>,
     ) {
         let (own, last) = (self.own, self.len - 1);
         let form_at = |place: u32, first: u32| if place == first { source } else { Buffer::Work };
         let meets = 0 < own && own < last;
         for s in 0..last {
-            let mut step = CourseStep::default();
+            let mut step = SubStep::default();
             if own < last && s >= own {
                 step.send(self.rank_at(own + 1), form_at(own, 0), &blocks(last + own - s));
             }
@@ -139,7 +139,7 @@ impl Line {
                 landing: Landing::combine(Buffer::Work.at(piece), Side::Right, finish(piece)),
             };
             let locals = blocks(own).iter().enumerate().map(combine).collect();
-            steps.push(CourseStep { locals, ..CourseStep::default() });
+            steps.push(SubStep { locals, ..SubStep::default() });
         }
     }
 
@@ -149,9 +149,9 @@ impl Line {
         source: Buffer,
         blocks: Blocks<'_>,
         Targets { finish, slot }: Targets<'_>,
-        steps: &mut Vec<CourseStep>,
+        steps: &mut Vec<SubStep>,
     ) {
-        let mut step = CourseStep::default();
+        let mut step = SubStep::default();
         let pieces = blocks(self.own);
         let slot_of = |place: u32| if place > self.own { place - 1 } else { place };
         for distance in 1..self.len {
@@ -175,17 +175,17 @@ impl Line {
                 sum = to;
             }
         }
-        steps.push(CourseStep { locals, ..CourseStep::default() });
+        steps.push(SubStep { locals, ..SubStep::default() });
     }
 
     /// Append the steps of an all-gather of `Output`, where this rank has its block.
-    pub(super) fn all_gather(&self, blocks: Blocks<'_>, steps: &mut Vec<CourseStep>) {
+    pub(super) fn all_gather(&self, blocks: Blocks<'_>, steps: &mut Vec<SubStep>) {
         let (own, last) = (self.own, self.len - 1);
         let output = |piece| Landing::copy(Buffer::Output.at(piece));
         match self.form {
             Form::Ring => {
                 for s in 0..last {
-                    let mut step = CourseStep::default();
+                    let mut step = SubStep::default();
                     step.send(self.rank_at(self.before(last)), Buffer::Output, &blocks(self.before(s)));
                     step.receive(self.rank_at(self.before(1)), Buffer::Output, &blocks(self.before(s + 1)), &output);
                     steps.push(step);
@@ -194,7 +194,7 @@ impl Line {
             // The reduce-scatter backwards: each block goes outwards in both directions.
             Form::Mesh => {
                 for s in 0..last {
-                    let mut step = CourseStep::default();
+                    let mut step = SubStep::default();
                     if own < last && s <= own {
                         step.send(self.rank_at(own + 1), Buffer::Output, &blocks(own - s));
                     }
@@ -211,7 +211,7 @@ impl Line {
                 }
             }
             Form::FullMesh => {
-                let mut step = CourseStep::default();
+                let mut step = SubStep::default();
                 for distance in 1..self.len {
                     let [to, from] = [self.len - distance, distance].map(|distance| self.before(distance));
                     step.send(self.rank_at(to), Buffer::Output, &blocks(own));
@@ -228,7 +228,7 @@ impl Line {
     }
 }
 
-impl CourseStep {
+impl SubStep {
     fn send(&mut self, peer: Rank, from: Buffer, pieces: &[Span]) {
         self.sends.extend(pieces.iter().map(|&piece| Send { peer, from: from.at(piece) }));
     }
