@@ -4,46 +4,22 @@
 //! nothing is sent to each of them. MPI libraries run small collectives that way (Graham and Shipman, "MPI support for
 //! multi-core architectures", EuroPVM/MPI 2008; Open MPI's `coll/sm` and `coll/xhc`).
 //!
-//! | bytes of a member's part | |
-//! |---|---|
-//! | 0..8 | the last round that it is done with |
-//! | 128.. | [`ROUNDS`] cells, which its rounds use in turn |
-//!
-//! | bytes of a cell | |
-//! |---|---|
-//! | 0..8 | the round; stored last |
-//! | 8..16 | tag |
-//! | 16.. | what is posted, at most [`Board::CAPACITY_BYTES`] |
-//! | the last 64 | a description, which others read if the tag is not what they expect |
-//!
-//! All numbers are little-endian. Rounds count from 1.
+//! Each member has some cells, which its rounds use in turn; [`cells`] has their layout. Rounds count from 1. The rules
+//! are generic over the memory, so that the tests try every interleaving of two members ([`interleavings`]).
 //!
 //! Invariants:
 //! - A cell is written again only when all members are done with its round, so a correct member reads what was posted.
+//! - A description is that of its round, also for a member that is done with the round and looks back: while the cell
+//!   is written, it has no round.
 //! - What a process that breaks the rules writes is read as bytes, and corrupts values only.
 
-use super::{BarMemory, MemoryError};
+mod cells;
+#[cfg(test)]
+mod interleavings;
+
+use super::MemoryError;
+use cells::{Cells, DESCRIPTION_BYTES};
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicU64, Ordering, fence};
-
-/// The number of rounds that a member may be ahead of the slowest.
-const ROUNDS: u64 = Board::ROUNDS_AHEAD;
-
-/// Processors fetch lines in pairs.
-const LINES_BYTES: usize = 128;
-
-/// Where a cell's bytes begin.
-const BYTES_AT: usize = 16;
-
-/// The length of a description in bytes.
-const DESCRIPTION_BYTES: usize = 64;
-
-const CELL_BYTES: usize = (BYTES_AT + Board::CAPACITY_BYTES + DESCRIPTION_BYTES).next_multiple_of(LINES_BYTES);
-
-const MEMBER_BYTES: usize = LINES_BYTES + ROUNDS as usize * CELL_BYTES;
-
-/// From here on, copying takes fewer instructions than storing words.
-const WORDS_MAX_BYTES: usize = 128;
 
 /// Why the memory of a board could not be created or opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -68,10 +44,61 @@ pub enum BoardError {
     },
 }
 
+/// The memory of a board.
+pub trait BoardMemory {
+    /// The number of cells of a member.
+    const CELLS: u64;
+
+    /// Load the last round that a member is done with, with acquire ordering.
+    fn done(&self, member: u32) -> u64;
+
+    /// Publish that a member is done with a round, with release ordering.
+    fn set_done(&self, member: u32, round: u64);
+
+    /// Load the round of a cell, with acquire ordering; 0 while it is written.
+    fn round(&self, at: Cell) -> u64;
+
+    /// Load the round of a cell, after all that was loaded before.
+    fn round_after_loads(&self, at: Cell) -> u64;
+
+    /// Take a cell's round away, before all that is stored afterwards.
+    fn clear_round(&self, at: Cell);
+
+    /// Publish a cell, with release ordering.
+    fn set_round(&self, at: Cell, round: u64);
+
+    /// Load the tag of a cell.
+    fn tag(&self, at: Cell) -> u64;
+
+    /// Store the tag of a cell.
+    fn set_tag(&self, at: Cell, tag: u64);
+
+    /// Load the description of a cell. Another member may write it meanwhile.
+    fn description(&self, at: Cell) -> [u8; DESCRIPTION_BYTES];
+
+    /// Store the description of a cell.
+    fn set_description(&self, at: Cell, description: &[u8; DESCRIPTION_BYTES]);
+
+    /// Load what was posted in a cell, from byte `start` on.
+    fn read(&self, at: Cell, start: usize, bytes: &mut [u8]);
+
+    /// Store what is posted in a cell.
+    fn write(&self, at: Cell, bytes: &[u8]);
+}
+
+/// A cell of a member.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Cell {
+    /// The member.
+    pub member: u32,
+    /// Which of its cells.
+    pub index: usize,
+}
+
 /// One member's view of a board.
 #[derive(Debug)]
-pub struct Board {
-    memory: BarMemory,
+pub struct Board<M = Cells> {
+    memory: M,
     members: u32,
     own: u32,
     /// The current round.
@@ -95,8 +122,7 @@ impl Board {
     /// # Errors
     /// [`BoardError`].
     pub fn create(members: u32) -> Result<Self, BoardError> {
-        let memory = BarMemory::create(len_bytes(members)?)?;
-        Ok(Self { memory, members, own: 0, round: 1, all_done: 0 })
+        Ok(Self::on(Cells::create(members)?, members, 0))
     }
 
     /// Open a board that another process has created, as member `own`.
@@ -109,12 +135,7 @@ impl Board {
     #[track_caller]
     pub fn open(file: OwnedFd, members: u32, own: u32) -> Result<Self, BoardError> {
         assert!(own < members, "member {own} of {members}");
-        let memory = BarMemory::open(file, len_bytes(Self::MEMBERS_MAX)? as u64)?;
-        let found = size_of_val(memory.words());
-        if found != len_bytes(members)? {
-            return Err(BoardError::Length { len_bytes: found, members });
-        }
-        Ok(Self { memory, members, own, round: 1, all_done: 0 })
+        Ok(Self::on(Cells::open(file, members)?, members, own))
     }
 
     /// Return the descriptor to hand over.
@@ -125,15 +146,21 @@ impl Board {
     pub fn file(&self) -> BorrowedFd<'_> {
         self.memory.file()
     }
+}
+
+impl<M: BoardMemory> Board<M> {
+    const fn on(memory: M, members: u32, own: u32) -> Self {
+        Self { memory, members, own, round: 1, all_done: 0 }
+    }
 
     /// Return whether this member's cell is free: all are done with what it posted there before.
     pub fn can_post(&mut self) -> bool {
-        if self.all_done + ROUNDS < self.round {
-            let done = |member| u64::from_le(self.done(member).load(Ordering::Acquire));
+        if self.all_done + M::CELLS < self.round {
+            let done = |member| self.memory.done(member);
             // A member that is ahead of this one does not exist; one that says so breaks the rules, and harms itself.
             self.all_done = (0..self.members).filter(|member| *member != self.own).map(done).min().unwrap_or(0);
         }
-        self.all_done.saturating_add(ROUNDS) >= self.round
+        self.all_done.saturating_add(M::CELLS) >= self.round
     }
 
     /// Post bytes in this round, if the cell is free. Returns whether it was. A member posts at most once a round.
@@ -142,15 +169,16 @@ impl Board {
     /// If there are more than [`Board::CAPACITY_BYTES`].
     #[track_caller]
     pub fn post(&mut self, tag: u64, description: &[u8; DESCRIPTION_BYTES], bytes: &[u8]) -> bool {
-        assert!(bytes.len() <= Self::CAPACITY_BYTES, "{} bytes exceed a cell", bytes.len());
+        assert!(bytes.len() <= Board::CAPACITY_BYTES, "{} bytes exceed a cell", bytes.len());
         if !self.can_post() {
             return false;
         }
-        let cell = self.cell_at(self.own);
-        self.write(cell + CELL_BYTES - DESCRIPTION_BYTES, description);
-        self.write(cell + BYTES_AT, bytes);
-        self.word(cell + 8).store(tag.to_le(), Ordering::Relaxed);
-        self.word(cell).store(self.round.to_le(), Ordering::Release);
+        let at = self.cell(self.own, self.round);
+        self.memory.clear_round(at);
+        self.memory.set_description(at, description);
+        self.memory.write(at, bytes);
+        self.memory.set_tag(at, tag);
+        self.memory.set_round(at, self.round);
         true
     }
 
@@ -160,9 +188,8 @@ impl Board {
     /// If there is no such member.
     #[track_caller]
     pub fn tag_of(&self, member: u32) -> Option<u64> {
-        let cell = self.cell_at(member);
-        let is_posted = u64::from_le(self.word(cell).load(Ordering::Acquire)) == self.round;
-        is_posted.then(|| u64::from_le(self.word(cell + 8).load(Ordering::Relaxed)))
+        let at = self.cell(member, self.round);
+        (self.memory.round(at) == self.round).then(|| self.memory.tag(at))
     }
 
     /// Read what a member has posted in this round, from byte `start` of it on.
@@ -171,17 +198,9 @@ impl Board {
     /// If there is no such member, or it is more than a cell holds.
     #[track_caller]
     pub fn read(&self, member: u32, start: usize, bytes: &mut [u8]) {
-        let fits = start.checked_add(bytes.len()).is_some_and(|end| end <= Self::CAPACITY_BYTES);
+        let fits = start.checked_add(bytes.len()).is_some_and(|end| end <= Board::CAPACITY_BYTES);
         assert!(fits, "{} bytes from {start} on exceed a cell", bytes.len());
-        let at = self.cell_at(member) + BYTES_AT + start;
-        if bytes.len() > WORDS_MAX_BYTES || !start.is_multiple_of(8) {
-            self.memory.read(at, bytes);
-            return;
-        }
-        for (nth, piece) in bytes.chunks_mut(8).enumerate() {
-            let word = self.word(at + 8 * nth).load(Ordering::Relaxed).to_ne_bytes();
-            piece.copy_from_slice(&word[..piece.len()]);
-        }
+        self.memory.read(self.cell(member, self.round), start, bytes);
     }
 
     /// Return the description of what a member has posted in this round, or so many rounds `before` it. `None` if it
@@ -191,19 +210,18 @@ impl Board {
     /// If there is no such member.
     #[track_caller]
     pub fn description_of(&self, member: u32, before: u64) -> Option<[u8; DESCRIPTION_BYTES]> {
-        let round = self.round.checked_sub(before)?;
-        let cell = self.cell_of(member, round);
-        let is_of_round = || u64::from_le(self.word(cell).load(Ordering::Acquire)) == round;
-        let mut description = [0; DESCRIPTION_BYTES];
-        let was_of_round = is_of_round();
-        self.memory.read(cell + CELL_BYTES - DESCRIPTION_BYTES, &mut description);
-        fence(Ordering::Acquire);
-        (was_of_round && is_of_round()).then_some(description)
+        let round = self.round.checked_sub(before).filter(|round| *round > 0)?;
+        let at = self.cell(member, round);
+        if self.memory.round(at) != round {
+            return None;
+        }
+        let description = self.memory.description(at);
+        (self.memory.round_after_loads(at) == round).then_some(description)
     }
 
     /// End this round, once everything is read. `all_posted`: this member has seen a post of each other one.
     pub fn finish_round(&mut self, all_posted: bool) {
-        self.done(self.own).store(self.round.to_le(), Ordering::Release);
+        self.memory.set_done(self.own, self.round);
         if all_posted {
             // Who has posted in this round is done with the one before.
             self.all_done = self.all_done.max(self.round - 1);
@@ -211,41 +229,8 @@ impl Board {
         self.round += 1;
     }
 
-    fn write(&self, at: usize, bytes: &[u8]) {
-        if bytes.len() > WORDS_MAX_BYTES {
-            self.memory.write(at, bytes);
-            return;
-        }
-        for (nth, piece) in bytes.chunks(8).enumerate() {
-            let mut word = [0; 8];
-            word[..piece.len()].copy_from_slice(piece);
-            self.word(at + 8 * nth).store(u64::from_ne_bytes(word), Ordering::Relaxed);
-        }
-    }
-
-    fn done(&self, member: u32) -> &AtomicU64 {
-        self.word(self.member_at(member))
-    }
-
-    fn cell_at(&self, member: u32) -> usize {
-        self.cell_of(member, self.round)
-    }
-
-    fn cell_of(&self, member: u32, round: u64) -> usize {
-        self.member_at(member) + LINES_BYTES + (round % ROUNDS) as usize * CELL_BYTES
-    }
-
-    fn member_at(&self, member: u32) -> usize {
+    fn cell(&self, member: u32, round: u64) -> Cell {
         assert!(member < self.members, "member {member} of {}", self.members);
-        member as usize * MEMBER_BYTES
+        Cell { member, index: (round % M::CELLS) as usize }
     }
-
-    fn word(&self, at_bytes: usize) -> &AtomicU64 {
-        &self.memory.words()[at_bytes / 8]
-    }
-}
-
-fn len_bytes(members: u32) -> Result<usize, BoardError> {
-    let is_valid = (2..=Board::MEMBERS_MAX).contains(&members);
-    is_valid.then_some(members as usize * MEMBER_BYTES).ok_or(BoardError::Members { members })
 }
