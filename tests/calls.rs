@@ -3,13 +3,11 @@
 
 mod common;
 
-use common::{Cluster, over_udp, plain};
+use common::{Cluster, over_udp, plain, prefer_tree};
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
-use sumac::controller::ControllerConfig;
-use sumac::select::CostTable;
 use sumac::{Algo, CallOptions, Communicator, Error, JoinConfig, Path, ReduceOp, Straggler};
 use sumac_hal::ids::Rank;
 
@@ -18,11 +16,6 @@ const IN_FLIGHT: usize = 1024;
 
 /// The deadline of calls that must fail.
 const SHORT: Duration = Duration::from_millis(300);
-
-fn prefer_tree() -> ControllerConfig {
-    let table = CostTable::emulated().with_overrides("[[override]]\npath = \"tree\"\n").expect("an override file");
-    ControllerConfig { table, ..ControllerConfig::new() }
-}
 
 fn within(deadline: Duration) -> CallOptions {
     CallOptions { deadline: Some(deadline), ..CallOptions::default() }

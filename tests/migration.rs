@@ -2,13 +2,12 @@
 
 mod common;
 
-use common::{Cluster, checked_sum, over_udp, plain, sum_until};
+use common::{Cluster, checked_sum, over_udp, plain, prefer_tree, sum_until, sum_until_fallback};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 use sumac::controller::ControllerConfig;
-use sumac::select::CostTable;
 use sumac::{JoinConfig, Path, ReduceOp};
 use sumac_hal::uplink::HopTimers;
 
@@ -16,9 +15,8 @@ use sumac_hal::uplink::HopTimers;
 const SOON: Duration = Duration::from_secs(30);
 
 fn by_tree() -> ControllerConfig {
-    let table = CostTable::emulated().with_overrides("[[override]]\npath = \"tree\"\n").expect("an override file");
     let timers = HopTimers { dead: Duration::from_millis(700), ..HopTimers::DEFAULT };
-    ControllerConfig { table, timers, ..ControllerConfig::new() }
+    ControllerConfig { timers, ..prefer_tree() }
 }
 
 #[test]
@@ -76,7 +74,7 @@ fn returning_device_is_used_again() {
                 if comm.rank() == 0 {
                     has_begun.store(true, Ordering::Relaxed);
                 }
-                sum_until(&comm, &mut op, Path::OneShot, SOON);
+                sum_until_fallback(&comm, &mut op, SOON);
                 comm.barrier().expect("all are there");
                 if comm.rank() == 0 {
                     has_recovered.store(true, Ordering::Relaxed);

@@ -3,14 +3,13 @@
 
 mod common;
 
-use common::{Cluster, over_udp};
+use common::{Cluster, over_udp, prefer_tree};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 use sumac::controller::proto::{JobStatus, StripeStatus};
 use sumac::controller::{ControllerConfig, Quota, Quotas, status};
-use sumac::select::CostTable;
 use sumac::{Communicator, JoinConfig, Path, ReduceOp};
 use sumac_hal::uplink::HopTimers;
 
@@ -21,9 +20,8 @@ const LIMIT: Duration = Duration::from_secs(60);
 const LARGE: usize = 8 * (64 << 10) / 4;
 
 fn by_tree() -> ControllerConfig {
-    let table = CostTable::emulated().with_overrides("[[override]]\npath = \"tree\"\n").expect("an override file");
     let timers = HopTimers { dead: Duration::from_millis(700), ..HopTimers::DEFAULT };
-    ControllerConfig { table, timers, ..ControllerConfig::new() }
+    ControllerConfig { timers, ..prefer_tree() }
 }
 
 fn over_trees(trees: u8) -> impl Fn(&mut JoinConfig) + Sync {

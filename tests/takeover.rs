@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Cluster, checked_sum, over_udp, plain};
+use common::{Cluster, checked_sum, over_udp, plain, prefer_tree};
 use std::net::TcpListener;
 use std::sync::Mutex;
 use std::thread;
@@ -10,16 +10,10 @@ use std::time::{Duration, Instant};
 use sumac::comm::ControllerState;
 use sumac::controller::proto::{ClientReply, ClientRequest, JoinRefusal};
 use sumac::controller::{Controller, ControllerConfig, status};
-use sumac::select::CostTable;
 use sumac::{Communicator, JoinConfig, Path, ReduceOp};
 use sumac_hal::ctrl::{FrameReader, Hello, send};
 
 const SOON: Duration = Duration::from_secs(30);
-
-fn by_tree() -> ControllerConfig {
-    let table = CostTable::emulated().with_overrides("[[override]]\npath = \"tree\"\n").expect("an override file");
-    ControllerConfig { table, ..ControllerConfig::new() }
-}
 
 /// Run operations until one uses the tree.
 fn until_tree(comm: &Communicator, op: &mut u64) {
@@ -41,7 +35,7 @@ fn job_continues_without_controller_and_gets_a_tree_from_the_next() {
 }
 
 fn is_taken_over_twice(configure: fn(&mut JoinConfig)) {
-    let cluster = Cluster::spare(2, by_tree());
+    let cluster = Cluster::spare(2, prefer_tree());
     let addr = cluster.controller.local_addr();
     let Cluster { controller, boards } = cluster;
     let controller = Mutex::new(Some(controller));
@@ -63,7 +57,7 @@ fn is_taken_over_twice(configure: fn(&mut JoinConfig)) {
             }
             comm.barrier().expect("all are there");
             if number == 0 {
-                let config = ControllerConfig { listen: addr, ..by_tree() };
+                let config = ControllerConfig { listen: addr, ..prefer_tree() };
                 *controller.lock().expect("not poisoned") = Some(Controller::start(config).expect("its port"));
             }
             until_tree(&comm, &mut op);
@@ -103,7 +97,7 @@ fn refuse_all(listener: &TcpListener) {
 /// Refused ranks report the reason, do not reconnect, and continue without a controller.
 #[test]
 fn ranks_refused_by_the_next_controller_continue_without_one() {
-    let cluster = Cluster::spare(1, by_tree());
+    let cluster = Cluster::spare(1, prefer_tree());
     let addr = cluster.controller.local_addr();
     let Cluster { controller, boards } = cluster;
     let controller = Mutex::new(Some(controller));

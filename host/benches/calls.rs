@@ -12,12 +12,13 @@ use sumac::comm::Prepared;
 use sumac::controller::{Controller, ControllerConfig};
 use sumac::{Algo, CallOptions, Communicator, Dtype, JoinConfig, OpDesc};
 use sumac_hal::ids::Rank;
+use sumac_hal::shm::Board;
 
-/// Calls before those that are counted: connections are made and shared memory takes over.
+/// Barriers before what is counted: connections are made, shared memory takes over, and all agree on the board.
 const WARM_UP: usize = 64;
 
-/// Calls of the root before the other rank's: fewer than the connection's buffer holds.
-const AHEAD: usize = 16;
+/// Calls of the root before the other rank's: as many as the board holds.
+const AHEAD: usize = Board::ROUNDS_AHEAD as usize;
 
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).filter(|arg| arg != "--bench").collect();
@@ -66,7 +67,7 @@ impl Ranks {
         let address = controller.local_addr();
         let join = |rank| thread::spawn(move || Communicator::join(JoinConfig::new(address, "calls", rank, 2)));
         let comms = [join(0), join(1)].map(|join| join.join().expect("no panic").expect("joins"));
-        let options = CallOptions { algo: Some(Algo::Binomial), ..CallOptions::default() };
+        let options = CallOptions { algo: Some(Algo::OneShot), ..CallOptions::default() };
         let ranks = Self { comms, options, _controller: controller };
         // Both at once, because they connect to each other.
         thread::scope(|scope| {
@@ -74,9 +75,8 @@ impl Ranks {
                 let options = &ranks.options;
                 scope.spawn(move || {
                     for _ in 0..WARM_UP {
-                        comm.run(&describe(), &mut [0_u8; 8][..], options).expect("a broadcast");
+                        comm.run(&OpDesc::barrier(), &mut [0_u8; 0][..], options).expect("a barrier");
                     }
-                    comm.barrier().expect("a barrier");
                 });
             }
         });

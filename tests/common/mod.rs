@@ -4,9 +4,17 @@ use std::net::SocketAddr;
 use std::thread;
 use std::time::{Duration, Instant};
 use sumac::controller::{Controller, ControllerConfig};
+use sumac::select::CostTable;
 use sumac::topo::{Fabric, LeafSpine};
 use sumac::{Communicator, JoinConfig, Outcome, Path, ReduceOp, Transport};
 use sumac_firmware::emulated::{Board, BoardConfig, ZeroCopyConfig};
+
+#[allow(dead_code)]
+/// A controller by whose costs `auto` takes the tree where there is one, also where all ranks are in one process.
+pub(crate) fn prefer_tree() -> ControllerConfig {
+    let table = CostTable::emulated().with_overrides("[[override]]\npath = \"tree\"\n").expect("an override file");
+    ControllerConfig { table, ..ControllerConfig::new() }
+}
 
 /// A controller and its boards.
 pub(crate) struct Cluster {
@@ -18,9 +26,9 @@ pub(crate) struct Cluster {
 
 impl Cluster {
     #[allow(dead_code)]
-    /// Start a leaf-spine fabric of `leaves` devices with `hosts` hosts each.
+    /// Start a leaf-spine fabric of `leaves` devices with `hosts` hosts each, whose trees `auto` prefers.
     pub(crate) fn start(leaves: usize, hosts: usize) -> Self {
-        Self::start_with(leaves, hosts, 1, ControllerConfig::new())
+        Self::start_with(leaves, hosts, 1, prefer_tree())
     }
 
     #[allow(dead_code)]
@@ -163,6 +171,20 @@ pub(crate) fn sum_until(comm: &Communicator, op: &mut u64, path: Path, limit: Du
         let outcome = checked_sum(comm, *op);
         *op += 1;
         if outcome.path == path {
+            return *op - 1;
+        }
+    }
+}
+
+#[allow(dead_code)]
+/// Call checked sums until one does not take the tree, at most for `limit`; returns its number.
+pub(crate) fn sum_until_fallback(comm: &Communicator, op: &mut u64, limit: Duration) -> u64 {
+    let give_up = Instant::now() + limit;
+    loop {
+        assert!(Instant::now() < give_up, "rank {}: all operations used the tree", comm.rank());
+        let outcome = checked_sum(comm, *op);
+        *op += 1;
+        if outcome.path != Path::Tree {
             return *op - 1;
         }
     }

@@ -4,7 +4,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
-use common::{Cluster, over_udp, plain};
+use common::{Cluster, over_udp, plain, prefer_tree};
 use std::sync::{Barrier, Mutex};
 use std::time::{Duration, Instant};
 use sumac::controller::ControllerConfig;
@@ -42,7 +42,7 @@ fn all_reduce(gpu: &FakeGpu, comm: &Communicator) -> Result<Vec<Outcome>, Staged
 #[test]
 fn gpu_buffer_is_reduced_in_the_tree() {
     for configure in [over_udp, plain] {
-        let cluster = Cluster::start_zero_copy(2, 2, ZeroCopyConfig::default(), ControllerConfig::new());
+        let cluster = Cluster::start_zero_copy(2, 2, ZeroCopyConfig::default(), prefer_tree());
         let paths = cluster.run("staged", RANKS, configure, |comm| {
             let gpu = FakeGpu::new(u64::from(comm.rank()) + 3, 1 << 24);
             let outcomes = all_reduce(&gpu, &comm).expect("reduced");

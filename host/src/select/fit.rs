@@ -268,7 +268,8 @@ mod tests {
             shards: 1,
             links: None,
         };
-        JobFacts { ranks, ranks_per_host: ranks, shape: Shape::Line, tree: Some(tree) }
+        // Trees of several levels are those of several hosts.
+        JobFacts { ranks, ranks_per_host: ranks.div_ceil(levels), shape: Shape::Line, tree: Some(tree) }
     }
 
     /// What a cluster would measure whose times are those of the table, each times a factor.
@@ -307,6 +308,7 @@ mod tests {
             beta_tree_shared_s: 0.1e-9,
             alpha_shared_s: 5e-6,
             beta_shared_s: 0.2e-9,
+            beta_shm_shared_s: 0.05e-9,
             chunk_zero_copy_s: 1e-6,
             ..CostTable::emulated().constants
         };

@@ -112,20 +112,22 @@ pub(super) fn schedule_form(facts: &JobFacts, desc: &OpDesc, algorithm: &Algorit
     let share = f64::from(facts.ranks_per_host) / f64::from(facts.ranks.max(1));
     let messages = (cost.messages * share - cost.steps).max(cost.extra_messages);
     let moved_by_others = (cost.moved_elements * each * share - sent).max(0.0);
-    // Where all share a machine, each posts once for all others.
-    let is_one_post = facts.ranks_per_host == facts.ranks && is_for_board(desc, algorithm.path(), facts.ranks);
-    let (steps, messages, moved_by_others) =
-        if is_one_post { (POST_STEPS, 0.0, 0.0) } else { (cost.latencies(), messages, moved_by_others) };
-    let latency = Constants { alpha_step_s: steps, alpha_shared_s: messages, ..Constants::default() };
-    let moved = Constants {
-        beta_step_s: sent,
-        beta_shared_s: moved_by_others,
-        gamma_s: cost.reduced_elements * each,
-        ..Constants::default()
+    let gamma_s = cost.reduced_elements * each;
+    let is_one_host = facts.ranks_per_host == facts.ranks;
+    let (latency, moved) = if is_one_host && is_for_board(desc, algorithm.path(), facts.ranks) {
+        let post = Constants { alpha_post_s: 1.0, ..Constants::default() };
+        (post, Constants { beta_shm_step_s: sent, gamma_s, ..Constants::default() })
+    } else if is_one_host {
+        let steps = cost.latencies();
+        let latency = Constants { alpha_shm_step_s: steps, alpha_shm_shared_s: messages, ..Constants::default() };
+        let moved = Constants { beta_shm_step_s: sent, beta_shm_shared_s: moved_by_others, ..Constants::default() };
+        (latency, Constants { gamma_s, ..moved })
+    } else {
+        let steps = cost.latencies();
+        let latency = Constants { alpha_step_s: steps, alpha_shared_s: messages, ..Constants::default() };
+        let moved = Constants { beta_step_s: sent, beta_shared_s: moved_by_others, ..Constants::default() };
+        (latency, Constants { gamma_s, ..moved })
     };
     let links_s = facts.links().map_or(0.0, |links| links.schedule_byte_s(algorithm.path()) * sent);
     Form { sum: latency.to_array(), either: [moved.to_array(), [0.0; CONSTANTS]], links_s }
 }
-
-/// The latency of an operation on the board, as a part of a step's over a connection. The bench `exec` measures both.
-const POST_STEPS: f64 = 0.5;

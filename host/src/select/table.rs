@@ -51,7 +51,7 @@ constants! {
     beta_tree_shared_s,
     /// Per byte that a node receives and sends.
     beta_node_s,
-    /// Per step of a schedule.
+    /// Per step of a schedule, between hosts.
     alpha_step_s,
     /// Per message of a schedule beyond one a step: what a rank sends to several others in a step, and what other ranks
     /// of its host send meanwhile, which share its processors.
@@ -60,6 +60,16 @@ constants! {
     beta_step_s,
     /// Per byte of a schedule that other ranks of a host send meanwhile.
     beta_shared_s,
+    /// Per short operation in one step where all ranks are on one host: each posts once for all others.
+    alpha_post_s,
+    /// As `alpha_step_s`, where all ranks are on one host.
+    alpha_shm_step_s,
+    /// As `alpha_shared_s`, where all ranks are on one host.
+    alpha_shm_shared_s,
+    /// As `beta_step_s`, where all ranks are on one host.
+    beta_shm_step_s,
+    /// As `beta_shared_s`, where all ranks are on one host.
+    beta_shm_shared_s,
     /// Per byte combined.
     gamma_s,
     /// From a rank to its leaf with zero-copy, one way.
@@ -69,6 +79,16 @@ constants! {
     /// Per byte that a leaf's DMA engine reads or writes, including the combining on the way.
     beta_zero_copy_s,
 }
+
+/// Schedules among the ranks of one host. [`CostTable::emulated`] says what was measured.
+const SHARED_MEMORY: Constants = Constants {
+    alpha_post_s: 1.5e-6,
+    alpha_shm_step_s: 1e-6,
+    alpha_shm_shared_s: 1e-6,
+    beta_shm_step_s: 0.15e-9,
+    beta_shm_shared_s: 0.15e-9,
+    ..Constants::from_array([0.0; CONSTANTS])
+};
 
 /// The constants of the cost model, with corrections and overrides.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -122,12 +142,13 @@ impl CostTable {
 
     /// For emulated devices on one machine, where ranks and devices take turns on its cores: fitted to medians of
     /// `sumac perf` with 4 ranks, two levels, on 2 cores (AMD EPYC, Linux 6.18, 350 ns for a cache line there and
-    /// back). 8 B took 80 us through the tree, 22 to 59 us a step by schedules (binomial 87, recursive doubling 118,
-    /// halving-doubling 131, ring 185); 1 MiB 1.9 ms through the tree and 1.3 ms by halving-doubling; 16 MiB 26 ms, 26
-    /// ms by ring and 36 ms by halving-doubling. With zero-copy 8 B took 14 us with 4 ranks, and 16 MiB 3.5 ms, of
-    /// which the engine moves eight times as much: 26 ps a byte. Steps are those over loopback TCP; in shared memory
-    /// they take a fifth of that or less, and a calibration says so. A message beyond one a step is taken as a fifth of
-    /// a step, and was not measured.
+    /// back). Through the tree 8 B took 80 us, 1 MiB 1.9 ms and 16 MiB 26 ms. Steps between hosts are those over
+    /// loopback TCP, 22 to 59 us each; a message beyond one a step is taken as a fifth of a step, and was not measured.
+    ///
+    /// Zero-copy and shared memory: medians of `sumac calibrate` and `sumac perf` on 2 such cores, 110 ns for a cache
+    /// line there and back. With 2 ranks 8 B took 6 to 10 us by zero-copy, 0.8 us by a post, 1.5 us by recursive
+    /// doubling and 2.0 us by ring; 16 MiB 3.8 ms by zero-copy, 5.0 ms by halving-doubling. With 4 ranks, twice the
+    /// cores, 8 B took 22, 12, 19 and 25 us, and 16 MiB 7.4 ms and 14 ms or more.
     pub fn emulated() -> Self {
         Self::new(
             Origin::Emulator,
@@ -139,9 +160,9 @@ impl CostTable {
                 alpha_shared_s: 10e-6,
                 beta_step_s: 1.10e-9,
                 gamma_s: 0.02e-9,
-                alpha_zero_copy_s: 7e-6,
-                beta_zero_copy_s: 0.026e-9,
-                ..Constants::default()
+                alpha_zero_copy_s: 5e-6,
+                beta_zero_copy_s: 0.04e-9,
+                ..SHARED_MEMORY
             },
         )
     }
@@ -159,9 +180,9 @@ impl CostTable {
                 alpha_shared_s: 6e-6,
                 beta_step_s: 0.08e-9,
                 gamma_s: 0.02e-9,
-                alpha_zero_copy_s: 7e-6,
-                beta_zero_copy_s: 0.026e-9,
-                ..Constants::default()
+                alpha_zero_copy_s: 5e-6,
+                beta_zero_copy_s: 0.04e-9,
+                ..SHARED_MEMORY
             },
         )
     }

@@ -53,6 +53,11 @@ fn round() -> CostTable {
         alpha_shared_s: 1e4,
         beta_step_s: 1.0,
         beta_shared_s: 1e6,
+        alpha_post_s: 0.125,
+        alpha_shm_step_s: 0.5,
+        alpha_shm_shared_s: 2e4,
+        beta_shm_step_s: 2.0,
+        beta_shm_shared_s: 2e6,
         gamma_s: 0.0,
         alpha_zero_copy_s: 0.25,
         chunk_zero_copy_s: 1e5,
@@ -93,14 +98,16 @@ fn ranks_that_share_a_host_pay_for_its_processors() {
 }
 
 #[test]
-fn short_operation_of_one_machines_ranks_costs_half_a_step() {
+fn ranks_of_one_host_pay_for_shared_memory() {
     let here = |desc, path| cost(&SelectionContext { ranks_per_host: 4, ..context(4, TREE) }, &desc, path);
-    assert_eq!(here(sum(60), Path::OneShot), Ok(0.5 + 720.0));
-    assert_eq!(here(OpDesc::broadcast(Dtype::F32, Rank(0), 60), Path::OneShot), Ok(0.5 + 720.0));
-    assert_eq!(here(OpDesc::barrier(), Path::OneShot), Ok(0.5));
-    assert_eq!(here(OpDesc::reduce_scatter(Dtype::F32, ReduceOp::Sum, 60), Path::OneShot), Ok(0.5 + 180.0));
+    assert_eq!(here(sum(60), Path::Ring), Ok(3.0 + 720.0 + (24.0 - 6.0) * 2e4 + 3.0 * 360.0 * 2e6));
+    // Short operations in one step are posts.
+    assert_eq!(here(sum(60), Path::OneShot), Ok(0.125 + 2.0 * 720.0));
+    assert_eq!(here(OpDesc::broadcast(Dtype::F32, Rank(0), 60), Path::OneShot), Ok(0.125 + 2.0 * 720.0));
+    assert_eq!(here(OpDesc::barrier(), Path::OneShot), Ok(0.125));
+    assert_eq!(here(OpDesc::reduce_scatter(Dtype::F32, ReduceOp::Sum, 60), Path::OneShot), Ok(0.125 + 2.0 * 180.0));
     // Longer than a post.
-    let long = 1.0 + 11.0 * 1e4 + 3.0 * 2052.0 + 9.0 * 2052.0 * 1e6;
+    let long = 0.5 + 11.0 * 2e4 + 2.0 * 3.0 * 2052.0 + 9.0 * 2052.0 * 2e6;
     assert_eq!(here(sum(513), Path::OneShot), Ok(long));
 }
 
