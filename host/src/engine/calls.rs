@@ -3,15 +3,16 @@
 use super::core::Core;
 use super::counts::Counts;
 use super::data_path::{Deadline, Stop};
+use super::decided::Chosen;
+use super::decided::Decided;
 use super::error::{Error, OutputState};
 use super::extent::Extent;
 use super::in_flight::BorrowedBuffers;
 use super::operations::{Awaited, CounterSnapshot, NextStep};
 use super::options::{CallOptions, Outcome};
-use super::prepared::Decided;
-use super::selection::Chosen;
 use super::task::check_scalar;
 use crate::exec::Buffers;
+use crate::exec::board::is_for_board;
 use crate::schedule::Schedule;
 use crate::select::Algo;
 use crate::transport::memory::Transfer;
@@ -47,7 +48,18 @@ impl Core {
         self.check_usable()?;
         let extent = Extent::of(&desc, self.data.place)?;
         extent.check(&desc, buffers)?;
-        self.run_checked((desc, options), &extent, buffers, None)
+        let is_in_place = matches!(buffers, Buffers::InPlace(_));
+        let is_short = is_for_board(&desc, Path::OneShot, self.data.place.ranks());
+        let decided = if is_short { self.decided_before((&desc, options), is_in_place) } else { None };
+        let run = |core: &mut Self, decided: &Decided, buffers| core.run_round((&desc, options), decided, buffers);
+        if let Some(result) = decided.as_ref().and_then(|decided| run(self, decided, buffers.reborrow())) {
+            return result;
+        }
+        let result = self.run_checked((desc, options), &extent, buffers, decided.as_deref());
+        if let (true, None, Ok(outcome)) = (is_short, decided, &result) {
+            self.keep_decided((&desc, outcome.path), options, is_in_place);
+        }
+        result
     }
 
     /// Run an operation whose buffers have the right lengths, as `decided` if that still applies.

@@ -2,6 +2,7 @@
 
 use super::error::Error;
 use crate::exec::message::{self, Ticket, Transfer};
+use crate::exec::round::{Attempt, Round};
 use crate::exec::{Buffers, Context, ExecError, Execution, Interrupt, Mesh, Status, execute};
 use crate::schedule::Schedule;
 use std::time::Instant;
@@ -29,6 +30,21 @@ impl Connections {
         self.scheduled += 1;
         let signature = desc.signature(path, table_version);
         Context { op_index: self.scheduled - 1, number, signature, desc: *desc, path, deadline }
+    }
+
+    /// Attempt a round as the next operation, that of call `number`; returns its index, too.
+    ///
+    /// # Errors
+    /// As those of [`Mesh::attempt`].
+    pub(super) fn attempt(
+        &mut self,
+        (round, number): (&Round, u32),
+        buffers: Buffers<'_>,
+    ) -> Result<(Attempt, u64), ExecError> {
+        let op_index = self.scheduled;
+        let attempt = self.mesh.attempt(round, (op_index, number), buffers)?;
+        self.scheduled += u64::from(attempt != Attempt::None);
+        Ok((attempt, op_index))
     }
 
     /// Run a schedule to completion.
@@ -99,6 +115,11 @@ impl HostPath {
     }
 
     /// Return the connections, unless they are lent.
+    pub(super) fn connections(&mut self) -> Option<&mut Connections> {
+        self.connections.as_deref_mut()
+    }
+
+    /// Return the connections to the other ranks, unless they are lent.
     pub(super) fn mesh(&mut self) -> Option<&mut Mesh> {
         self.connections.as_mut().map(|connections| &mut connections.mesh)
     }
@@ -146,6 +167,11 @@ pub(super) struct Collective<'a> {
 impl<'a> Collective<'a> {
     pub(super) const fn new(execution: Execution<'a>) -> Self {
         Self { execution, is_announced: false, is_begun: false }
+    }
+
+    /// Other ranks know of it.
+    pub(super) const fn begun(execution: Execution<'a>) -> Self {
+        Self { execution, is_announced: true, is_begun: true }
     }
 }
 

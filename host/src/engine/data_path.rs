@@ -7,6 +7,7 @@
 use super::compare::{Comparison, is_left_to_ranks};
 use super::config::JoinConfig;
 use super::connections::HostPath;
+use super::decided::Chosen;
 use super::error::{Error, OutputState};
 use super::extent::Extent;
 use super::in_flight::BorrowedBuffers;
@@ -14,7 +15,7 @@ use super::membership::Inbox;
 use super::operations::{Awaited, Completed, CounterSnapshot, Ending, NextStep, Operations, Started};
 use super::options::{CallOptions, Outcome, Outstanding};
 use super::owned::Owned;
-use super::selection::{Chosen, Selection};
+use super::selection::Selection;
 use super::straggler::Policy;
 use super::thread_progress::ThreadProgress;
 use super::tree_end::TreeEnd;
@@ -341,7 +342,7 @@ impl DataPath {
 
     /// Return a number that changes whenever calls may be selected another path than before, or for another reason.
     pub(super) fn generation(&mut self) -> u64 {
-        self.selection.generation(self.watch.notices.queue_position())
+        self.selection.generation(self.watch.notices.queue_position(), self.tree.excluded_ranks())
     }
 
     /// Select the path of the call that is running.

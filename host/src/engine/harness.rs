@@ -4,6 +4,7 @@
 //! The caller posts operations in an endpoint, whose buffers are [`Operations::buffers`], reports what completes there,
 //! and runs host collectives when it is told to.
 
+use super::decided::Chosen;
 use super::dropped::Dropped;
 use super::error::Error;
 use super::extent::Extent;
@@ -12,7 +13,6 @@ use super::operations::{self, AfterLoss, CounterSnapshot, Ending, Started};
 pub use super::operations::{Awaited, NextStep};
 use super::options::Outcome;
 use super::owned::Owned;
-use super::selection::Chosen;
 use crate::schedule::Place;
 use crate::select::Algo;
 use crate::transport::packets::{Buffers, OpId};

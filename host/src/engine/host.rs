@@ -10,10 +10,10 @@
 use super::connections::{Collective, Connections, HostWork, kernel};
 use super::core::Core;
 use super::data_path::{Beside, DataPath, Deadline, Stop};
+use super::decided::Chosen;
 use super::error::Error;
 use super::operations::{Awaited, NextStep};
 use super::options::CallOptions;
-use super::selection::Chosen;
 use crate::exec::{Buffers, ExecError, Execution, Interrupt, Status};
 use crate::schedule::Schedule;
 use crate::transport::packets::OpId;

@@ -109,6 +109,16 @@ impl MigrationGate {
         call
     }
 
+    /// Count the next call if it may begin at once.
+    pub(super) fn count_open_call(&self) -> Option<u64> {
+        let call = self.count_call();
+        if call < self.limit.load(Ordering::SeqCst) {
+            return Some(call);
+        }
+        self.uncount_call();
+        None
+    }
+
     /// The call that was counted last was rejected, and other ranks do not know of it, so the next call takes its
     /// number. Promises remain valid, because they concern later calls.
     pub(super) fn uncount_call(&self) {

@@ -8,11 +8,11 @@
 //! - once the communicator has ended, no host collective begins;
 //! - calls are numbered alike on all ranks: a rejected call gives its number to the next.
 
+use super::decided::Chosen;
 use super::error::Error;
 use super::in_flight::{BorrowedBuffers, InFlight, TreeBuffers};
 use super::options::Outcome;
 use super::owned::Owned;
-use super::selection::Chosen;
 use crate::schedule::Schedule;
 use crate::select::Algo;
 use crate::transport::memory::Transfer;
@@ -307,6 +307,11 @@ impl Operations {
     pub(super) fn oldest(&self) -> Option<(OpDesc, CounterSnapshot)> {
         let oldest = self.started.values().find(|started| started.finished.is_none())?;
         Some((oldest.desc, oldest.begun))
+    }
+
+    /// Return whether none is started or running.
+    pub(super) fn is_idle(&self) -> bool {
+        self.schedules.is_empty() && self.owned.is_empty() && self.scheduling.is_none()
     }
 
     pub(super) fn has_schedules(&self) -> bool {

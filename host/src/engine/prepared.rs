@@ -5,13 +5,11 @@
 //! Then the next run decides anew.
 
 use super::core::Core;
+use super::decided::Decided;
 use super::error::Error;
 use super::extent::Extent;
 use super::options::{CallOptions, Outcome};
-use super::selection::Chosen;
 use crate::exec::Buffers;
-use crate::schedule::Schedule;
-use std::sync::Arc;
 use sumac_hal::op::{OpDesc, Path, ReduceOp};
 
 /// An operation, and what is known of it.
@@ -21,21 +19,6 @@ pub(crate) struct PreparedCall {
     options: CallOptions,
     extent: Extent,
     decided: Option<Decided>,
-}
-
-/// How an operation runs between hosts.
-#[derive(Debug, Clone)]
-pub(super) struct Decided {
-    generation: u64,
-    pub(super) chosen: Chosen,
-    pub(super) schedule: Arc<Schedule>,
-}
-
-impl Decided {
-    /// Return whether it still applies.
-    pub(super) const fn is_of(&self, generation: u64) -> bool {
-        self.generation == generation
-    }
 }
 
 impl PreparedCall {
@@ -77,6 +60,11 @@ impl Core {
         let is_in_place = matches!(buffers, Buffers::InPlace(_));
         let PreparedCall { desc, options, extent, decided } = call;
         extent.check(desc, &buffers)?;
+        let before = decided.as_ref().and_then(|decided| self.run_round((desc, options), decided, buffers.reborrow()));
+        if let Some(result) = before {
+            self.data.operations.calling = None;
+            return result;
+        }
         let result = self.run_checked((*desc, options), extent, &mut buffers, decided.as_ref());
         self.data.operations.calling = None;
         if result.is_ok() && !decided.as_ref().is_some_and(|decided| decided.is_of(self.data.generation())) {
@@ -86,7 +74,7 @@ impl Core {
     }
 
     /// Return how the next run is decided, if it runs between hosts: what is in the tree depends on the tree's state.
-    fn decide(&mut self, desc: &OpDesc, options: &CallOptions, is_in_place: bool) -> Option<Decided> {
+    pub(super) fn decide(&mut self, desc: &OpDesc, options: &CallOptions, is_in_place: bool) -> Option<Decided> {
         let generation = self.data.generation();
         let (call, algo) = (self.calls_begun(), self.data.algo(desc, options).ok()?);
         let chosen = self.data.choose_by((call, *desc, algo)).ok()?;
@@ -95,6 +83,8 @@ impl Core {
             return None;
         }
         let schedule = self.data.schedule(desc, chosen.path, is_in_place).ok()?;
-        Some(Decided { generation, chosen, schedule })
+        let decided = Decided { generation, chosen, schedule, round: None };
+        let round = self.round((desc, options), &decided, is_in_place);
+        Some(Decided { round, ..decided })
     }
 }

@@ -1,6 +1,7 @@
 //! Path selection of a communicator.
 
 use super::config::JoinConfig;
+use super::decided::{Chosen, Decided};
 use super::error::Error;
 use super::notices::Notices;
 use super::recent::Recent;
@@ -10,16 +11,7 @@ use crate::schedule::Schedule;
 use crate::select::{Algo, Explanation, SelectionContext, explain};
 use std::sync::Arc;
 use sumac_hal::op::{OpDesc, Path};
-
-/// The path of a call.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Chosen {
-    pub(super) path: Path,
-    /// Why it is not the tree, if the algorithm was left open.
-    pub(super) fallback: Option<Arc<str>>,
-    /// A host collective is announced in the present tree, because all ranks call it in this view.
-    pub(super) is_announced: bool,
-}
+use sumac_hal::wire::RankMask;
 
 /// A path, and why it is not the tree if the algorithm was left open.
 type Selected = (Path, Option<Arc<str>>);
@@ -33,8 +25,12 @@ pub(super) struct Selection {
     selected: Recent<(OpDesc, Algo), Selected>,
     /// The schedules of paths at this rank's place, in place or not.
     schedules: Recent<(OpDesc, Path, bool), Arc<Schedule>>,
+    /// How short operations of the board were decided, in place or not ([`super::rounds`]).
+    pub(super) decided: Recent<(OpDesc, Algo, bool), Arc<Decided>>,
     /// The queue position that the cached selections depend on.
     queue_position: Option<QueuePosition>,
+    /// The ranks without which operations go on.
+    excluded: RankMask,
     fallback_logged: bool,
     /// How often anything else that paths are selected by has changed.
     generation: u64,
@@ -52,7 +48,9 @@ impl Selection {
             context,
             selected: Recent::default(),
             schedules: Recent::default(),
+            decided: Recent::default(),
             queue_position: None,
+            excluded: RankMask::EMPTY,
             fallback_logged,
             generation: 0,
             earlier: CallPaths::default(),
@@ -77,21 +75,24 @@ impl Selection {
 
     /// The ranks are migrating to the tree of this context, or have ended that.
     pub(super) fn migrate_to(&mut self, context: Option<SelectionContext>) {
-        self.generation += 1;
+        self.forget_decided();
         self.migrating_to = context;
     }
 
     /// The view has changed. The ranks had begun `begun` calls at most, and selected by `before`, or, if they were
     /// ahead of this rank in a migration, by the tree that it is migrating to.
     pub(super) fn view_changed(&mut self, begun: u64, before: SelectionContext, is_behind: bool) {
-        self.generation += 1;
+        self.forget_decided();
         let migrated = self.migrating_to.take().filter(|_| is_behind);
         self.earlier.view_changed(begun, migrated.unwrap_or(before));
     }
 
     /// Return a number that changes whenever calls may be selected another path than before, or for another reason.
-    pub(super) fn generation(&mut self, queue_position: Option<QueuePosition>) -> u64 {
+    pub(super) fn generation(&mut self, queue_position: Option<QueuePosition>, excluded: RankMask) -> u64 {
         self.note_queue_position(queue_position);
+        if std::mem::replace(&mut self.excluded, excluded) != excluded {
+            self.forget_decided();
+        }
         self.generation
     }
 
@@ -124,9 +125,15 @@ impl Selection {
 
     /// Invalidate cached selections: available paths have changed.
     fn clear(&mut self) {
-        self.generation += 1;
+        self.forget_decided();
         (self.selected, self.schedules) = (Recent::default(), Recent::default());
         self.fallback_logged = false;
+    }
+
+    /// What was decided earlier may be decided otherwise now.
+    fn forget_decided(&mut self) {
+        self.generation += 1;
+        self.decided = Recent::default();
     }
 
     pub(super) fn explain(&self, desc: &OpDesc, algo: Algo, queue_position: Option<QueuePosition>) -> Explanation {
@@ -216,6 +223,7 @@ mod tests {
     use crate::plan::Child;
     use crate::schedule::Shape;
     use crate::select::{CostTable, Declared};
+    use std::cell::Cell;
     use sumac_hal::ctrl::Order;
     use sumac_hal::ids::Rank;
 
@@ -238,10 +246,10 @@ mod tests {
     #[test]
     fn generation_changes_with_all_that_calls_are_selected_by() {
         let mut selection = Selection::new(context());
-        let mut known = Vec::new();
+        let (mut known, excluded) = (Vec::new(), Cell::new(RankMask::EMPTY));
         let mut is_new = |selection: &mut Selection, place| {
-            let generation = selection.generation(place);
-            assert_eq!(selection.generation(place), generation, "nothing has changed");
+            let generation = selection.generation(place, excluded.get());
+            assert_eq!(selection.generation(place, excluded.get()), generation, "nothing has changed");
             let is_new = !known.contains(&generation);
             known.push(generation);
             is_new
@@ -256,6 +264,10 @@ mod tests {
         selection.install(context());
         assert!(is_new(&mut selection, None));
         selection.without_tree("it is gone".into());
+        assert!(is_new(&mut selection, None));
+        let mut one = RankMask::EMPTY;
+        one.insert(Rank(1));
+        excluded.set(one);
         assert!(is_new(&mut selection, None));
     }
 }

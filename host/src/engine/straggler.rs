@@ -8,7 +8,7 @@
 //! Invariants:
 //! - An operation excludes ranks only if it asked for that, and its outcome names them.
 //! - An excluded rank is removed from the communicator: its calls end with [`Error::Excluded`]. The others continue in
-//!   the tree. A call that needs an excluded rank ends with [`Error::Stragglers`].
+//!   the tree, which `auto` takes from then on. A call that needs an excluded rank ends with [`Error::Stragglers`].
 //! - Once ranks are excluded, the loss of a tree or a rank is not recovered, because recovery needs all ranks: the
 //!   communicator ends with the error of the loss. So no two ranks get results over different members.
 
@@ -87,14 +87,15 @@ impl<'c> Policy<'c> {
         }
     }
 
-    /// Return the algorithms to select among for an operation: only the tree if the policy is [`Straggler::Partial`].
+    /// Return the algorithms to select among for an operation: only the tree if the policy is [`Straggler::Partial`],
+    /// or if ranks are excluded and the algorithm is left open.
     ///
     /// # Errors
     /// [`Error::NotPossible`] if the policy is not supported.
     pub(super) fn algo(&self, desc: &OpDesc) -> Result<Algo, Error> {
         let algo = self.options.algo.unwrap_or(self.config.algo);
         if !matches!(self.straggler, Straggler::Partial(_)) {
-            return Ok(algo);
+            return Ok(if self.is_without_excluded(algo, desc) { Algo::Tree } else { algo });
         }
         let why = match (algo, desc.collective) {
             (Algo::Auto | Algo::Tree, Collective::AllGather) => Some(Unsupported::AllGather),
@@ -108,8 +109,17 @@ impl<'c> Policy<'c> {
         }
     }
 
+    /// Return whether an operation of which the algorithm is left open goes on without excluded ranks, which only the
+    /// tree can do.
+    fn is_without_excluded(&self, algo: Algo, desc: &OpDesc) -> bool {
+        algo == Algo::Auto && desc.collective.is_offloadable() && !self.tree.excluded_ranks().is_empty()
+    }
+
     /// Rule out the candidates that do not support the straggler policy.
     pub(super) fn apply(&self, desc: &OpDesc, found: Explanation) -> Explanation {
+        if self.is_without_excluded(found.requested, desc) {
+            return rule_out(found, None);
+        }
         if !matches!(self.straggler, Straggler::Partial(_)) || self.config.world == 1 {
             return found;
         }

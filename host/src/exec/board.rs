@@ -18,10 +18,10 @@
 
 use super::auth::{Purpose, shared_key, shared_name};
 use super::error::{Call, ExecError};
-use super::frame::{FrameKind, Header};
+use super::frame::Header;
 use super::mesh::Mesh;
 use super::run::{Failure, Run, open};
-use crate::schedule::{Region, Span};
+use crate::schedule::{Place, Region, Send, Span};
 use std::time::Duration;
 use sumac_hal::ids::{ChildIndex, GroupId, Rank};
 use sumac_hal::op::{Collective, OpDesc, Path};
@@ -75,6 +75,18 @@ pub(super) enum BoardUse {
     Agreeing { yes: u32 },
     /// It runs on the board.
     Runs,
+}
+
+impl BoardState {
+    /// Return the board, and the tag of all of this rank's calls so far.
+    pub(super) fn with_tag(&mut self) -> Option<(&mut Board, u64)> {
+        Some((self.board.as_mut()?, self.history.hash))
+    }
+
+    /// Count a call: what is posted and read from here on is of it.
+    pub(super) fn push(&mut self, call: &Call) {
+        self.history.push(call);
+    }
 }
 
 impl Mesh {
@@ -150,6 +162,10 @@ impl Run<'_> {
     /// Decide what the operation does with the board.
     pub(super) fn begin_on_board(&mut self) {
         let mesh = &mut *self.mesh;
+        if self.attempted.is_some() {
+            self.board_use = BoardUse::Runs;
+            return;
+        }
         self.board_use = BoardUse::None;
         if mesh.board.is_agreed {
             if is_for_board(&self.call.desc(), self.call.path, mesh.place.ranks()) {
@@ -200,11 +216,9 @@ impl Run<'_> {
         }
         let is_over = !(self.step.sends.is_empty() && self.step.recvs.is_empty()) && self.is_step_done();
         if is_over {
-            let all_posted = self.step.recvs.len() as u32 == self.mesh.place.ranks() - 1;
-            self.mesh.board.board.iter_mut().for_each(|board| board.finish_round(all_posted));
-        }
-        if posted || is_over {
-            self.mesh.shared_ends().for_each(|shared| shared.ring());
+            self.mesh.finish_round(self.step.recvs.len());
+        } else if posted {
+            self.mesh.ring_all();
         }
         Ok(moved)
     }
@@ -213,54 +227,39 @@ impl Run<'_> {
         if open(self.step.sends, &self.mesh.sends).next().is_none() {
             return false;
         }
-        let bytes = self.memory.outgoing(self.region_to_post());
-        let Some(board) = &mut self.mesh.board.board else { return false };
-        let (len_bytes, number) = (bytes.len(), self.number);
-        let header = Header { len_bytes, number, ..Header::bare(FrameKind::Data, self.call, 0) };
-        if !board.post(self.mesh.board.history.hash, &header.emit(), bytes) {
-            return false;
+        let bytes = self.memory.outgoing(region_to_post(self.call.collective, self.step.sends));
+        let posted = self.mesh.post_for_all((&self.call, self.number), bytes);
+        if posted {
+            self.note_posted();
         }
+        posted
+    }
+
+    /// Note that what the step sends is posted.
+    fn note_posted(&mut self) {
         let lens = self.step.sends.iter().map(|send| self.memory.outgoing(send.from).len() as u64);
         self.mesh.sent_bytes += lens.sum::<u64>();
         self.mesh.sends.iter_mut().for_each(|progress| progress.done = true);
-        true
     }
 
-    /// Return what the step sends: the same to all or, in a reduce-scatter, all blocks to the end of the last one.
-    fn region_to_post(&self) -> Region {
-        let from = self.step.sends[0].from;
-        if self.call.collective != Collective::ReduceScatter {
-            return from;
+    /// Go on where an attempt has left the operation, if one has begun it.
+    pub(super) fn continue_attempt(&mut self) {
+        if self.attempted == Some(true) {
+            self.note_posted();
         }
-        let end = self.step.sends.iter().map(|send| send.from.span.end()).max().unwrap_or(0);
-        from.buffer.at(Span::first(end))
-    }
-
-    /// Return where in each post the elements for this rank begin, in elements.
-    fn start_in_post(&self) -> usize {
-        let (count, place) = (self.call.count as usize, self.mesh.place);
-        let is_scattered = self.call.collective == Collective::ReduceScatter;
-        if is_scattered { Span::of_block(count, place.ranks(), place.rank().0).start } else { 0 }
     }
 
     /// Read what the sender of a transfer has posted, if it has; returns whether it has.
     fn read_post(&mut self, slot: usize) -> Result<bool, Failure> {
         let recv = self.step.recvs[slot];
-        let Some(board) = &self.mesh.board.board else { return Ok(false) };
+        let Some((board, own_tag)) = self.mesh.board.with_tag() else { return Ok(false) };
         match board.tag_of(recv.peer.0) {
             None => return Ok(false),
-            Some(tag) if tag == self.mesh.board.history.hash => {}
+            Some(tag) if tag == own_tag => {}
             Some(_) => return Err(self.other_post(recv.peer).into()),
         }
-        let start = self.start_in_post() * self.memory.bytes_each(recv.sent_from);
-        let len_bytes = self.memory.len_bytes(&recv);
-        if let Some(place) = self.memory.direct(&recv) {
-            board.read(recv.peer.0, start, place);
-        } else {
-            let bytes = &mut self.mesh.scratch[..len_bytes];
-            board.read(recv.peer.0, start, bytes);
-            self.memory.land(recv.sent_from, &recv.landing, 0, bytes, &mut self.mesh.spare);
-        }
+        let start = start_in_post(&self.call.desc(), self.mesh.place) * self.memory.bytes_each(recv.sent_from);
+        self.mesh.read_post(&recv, start, &mut self.memory);
         self.mesh.recvs[slot].done = true;
         Ok(true)
     }
@@ -298,6 +297,25 @@ impl Run<'_> {
         let is_readable = open(self.step.recvs, &self.mesh.recvs).any(|recv| self.has_posted(recv.peer));
         let sends = open(self.step.sends, &self.mesh.sends).next().is_some();
         is_readable || sends && self.mesh.board.board.as_mut().is_some_and(|board| board.can_post())
+    }
+}
+
+/// Return what a step posts: the same to all or, in a reduce-scatter, all blocks to the end of the last one. It sends
+/// something.
+pub(super) fn region_to_post(collective: Collective, sends: &[Send]) -> Region {
+    let from = sends[0].from;
+    if collective != Collective::ReduceScatter {
+        return from;
+    }
+    let end = sends.iter().map(|send| send.from.span.end()).max().unwrap_or(0);
+    from.buffer.at(Span::first(end))
+}
+
+/// Return where in each post the elements for the rank at this place begin, in elements.
+pub(super) fn start_in_post(desc: &OpDesc, place: Place) -> usize {
+    match desc.collective {
+        Collective::ReduceScatter => Span::of_block(desc.count as usize, place.ranks(), place.rank().0).start,
+        _ => 0,
     }
 }
 

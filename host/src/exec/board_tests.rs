@@ -1,9 +1,11 @@
 //! Short collectives on the board: when it is used, values against the oracle, and ranks that differ, sleep or leave.
 
+use super::round::{Attempt, Round};
 use super::tests::{connected_meshes, context, contribution, expected, meshes, on_ranks, secret, with_memory};
 use super::*;
 use crate::schedule::tree::Tree;
 use crate::schedule::{Place, Schedule, Span, one_shot, ring};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 use sumac_hal::ctrl::Order;
@@ -17,6 +19,7 @@ fn flat(place: Place) -> Tree {
     Tree::flat(place.ranks(), Order::TreeFold).expect("a tree")
 }
 
+/// Run an operation: half of them, others at each rank, begin with an attempt.
 fn run<'b>(
     mesh: &mut Mesh,
     op_index: u64,
@@ -25,8 +28,25 @@ fn run<'b>(
     buffers: impl Into<Buffers<'b>>,
 ) -> Result<(), ExecError> {
     let kernel = desc.dtype.zip(desc.op).and_then(|(dtype, op)| Kernel::new(dtype, op));
-    let buffers: Buffers<'_> = buffers.into();
-    execute(mesh, schedule, kernel.as_ref(), buffers, &context(op_index, desc, Path::OneShot), &mut NoInterrupt)
+    let (mut buffers, ctx): (Buffers<'_>, _) = (buffers.into(), context(op_index, desc, Path::OneShot));
+    if (op_index + u64::from(mesh.place().rank().0)).is_multiple_of(2) {
+        let (operation, is_in_place) = ((&desc, Path::OneShot), matches!(buffers, Buffers::InPlace(_)));
+        let round = Round::new(operation, 1, &Arc::new(schedule.clone()), kernel.clone(), is_in_place)?;
+        if let Some(round) = round {
+            let numbers = (op_index, ctx.number);
+            match mesh.attempt(&round, numbers, buffers.reborrow())? {
+                Attempt::None => {}
+                Attempt::Complete => return Ok(()),
+                Attempt::Begun { has_posted } => {
+                    let begun = (&round, has_posted);
+                    let mut execution = Execution::continued(mesh, begun, buffers, (numbers, ctx.deadline))?;
+                    while execution.drive(&mut NoInterrupt)? == Status::Paused {}
+                    return Ok(());
+                }
+            }
+        }
+    }
+    execute(mesh, schedule, kernel.as_ref(), buffers, &ctx, &mut NoInterrupt)
 }
 
 fn sum(mesh: &mut Mesh, op_index: u64, count: usize) -> Result<Vec<u8>, ExecError> {

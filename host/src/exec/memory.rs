@@ -23,6 +23,16 @@ pub enum Buffers<'a> {
     },
 }
 
+impl Buffers<'_> {
+    /// Borrow them again, for a part of the time.
+    pub const fn reborrow(&mut self) -> Buffers<'_> {
+        match self {
+            Self::InPlace(buffer) => Buffers::InPlace(buffer),
+            Self::Separate { input, output } => Buffers::Separate { input, output },
+        }
+    }
+}
+
 impl<'a> From<&'a mut [u8]> for Buffers<'a> {
     fn from(buffer: &'a mut [u8]) -> Self {
         Self::InPlace(buffer)
@@ -51,13 +61,23 @@ impl<'a> Memory<'a> {
         buffers: Buffers<'a>,
         work: &mut Vec<u8>,
     ) -> Result<Self, ExecError> {
-        let is_in_place = matches!(buffers, Buffers::InPlace(_));
-        let layout = MemoryLayout::new(schedule, element_bytes, kernel, is_in_place)?;
+        let layout = MemoryLayout::new(schedule, element_bytes, kernel, matches!(buffers, Buffers::InPlace(_)))?;
+        Self::laid_out(layout, schedule, kernel, buffers, work)
+    }
+
+    /// Use a layout that was made for the schedule, the kernel, and buffers of this kind.
+    pub(super) fn laid_out(
+        layout: MemoryLayout,
+        schedule: &Schedule,
+        kernel: Option<&'a Kernel>,
+        buffers: Buffers<'a>,
+        work: &mut Vec<u8>,
+    ) -> Result<Self, ExecError> {
         let (input, user): (Option<&[u8]>, &mut [u8]) = match buffers {
             Buffers::Separate { input, output } => (Some(input), output),
             Buffers::InPlace(buffer) => (None, buffer),
         };
-        check_lengths(schedule.layout(), element_bytes, input.map(<[u8]>::len), user.len())?;
+        check_lengths(schedule.layout(), layout.element_bytes, input.map(<[u8]>::len), user.len())?;
         if work.len() < layout.work_bytes {
             work.resize(layout.work_bytes, 0);
         }
@@ -183,7 +203,7 @@ impl<'a> Memory<'a> {
         }
     }
 
-    fn bytes(&self, store: Store, range: Range<usize>) -> &[u8] {
+    pub(super) fn bytes(&self, store: Store, range: Range<usize>) -> &[u8] {
         match store {
             Store::Input => &self.input[range],
             Store::User => &self.user[range],

@@ -7,7 +7,7 @@
 //! same and the schedule allows it, `Work` lies in the caller's output.
 
 use super::error::ExecError;
-use crate::schedule::{Buffer, Landing, Layout, Recv, Region, Schedule, Span};
+use crate::schedule::{Buffer, Landing, Layout, Local, Recv, Region, Schedule, Span};
 use std::ops::Range;
 use sumac_hal::reduce::Kernel;
 
@@ -121,6 +121,11 @@ impl MemoryLayout {
         let to = landing.to.buffer;
         let is_loaded_as_is = to == Buffer::Work && self.partial_bytes == self.element_bytes;
         landing.with.is_none() && (!self.reduces || from == to || is_loaded_as_is)
+    }
+
+    /// Return whether elements that move within the rank are where they should be, as they should be.
+    pub(crate) fn is_in_place(&self, local: &Local) -> bool {
+        self.is_plain(local.from.buffer, &local.landing) && self.locate(local.from) == self.locate(local.landing.to)
     }
 
     /// Return where a region lies.

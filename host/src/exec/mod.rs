@@ -34,6 +34,7 @@ mod other_calls;
 mod p2p;
 mod poll;
 mod poll_backoff;
+pub(crate) mod round;
 mod run;
 mod shared;
 mod sharing;

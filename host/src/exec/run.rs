@@ -55,7 +55,7 @@ pub enum Status {
 }
 
 /// An operation on a mesh, from [`Execution::new`] until it is done or failed.
-pub struct Execution<'a>(Run<'a>);
+pub struct Execution<'a>(pub(super) Run<'a>);
 
 impl fmt::Debug for Execution<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -154,6 +154,8 @@ pub(super) struct Run<'a> {
     polls: PollBackoff,
     /// What it does with the board.
     pub(super) board_use: BoardUse,
+    /// An attempt has begun it ([`super::round`]), and posted what the first step sends or not.
+    pub(super) attempted: Option<bool>,
     /// The current step.
     pub(super) index: usize,
     pub(super) step: Step<'a>,
@@ -206,6 +208,7 @@ impl<'a> Run<'a> {
             deadline,
             is_begun,
             board_use,
+            attempted: None,
             polls,
             index,
             step,
@@ -276,6 +279,7 @@ impl<'a> Run<'a> {
         self.mesh.announcements.clear();
         self.mesh.announced.clear();
         self.enter_step();
+        self.continue_attempt();
         Ok(())
     }
 

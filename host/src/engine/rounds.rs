@@ -1,0 +1,139 @@
+//! Short calls on the board of one machine's ranks, decided before ([`crate::exec::round`]).
+//!
+//! Where nothing else is under way, such a call posts, reads and combines, and touches nothing else. Invariant: for the
+//! other ranks it is the same as any other call of the same operation.
+
+use super::connections::Collective;
+use super::core::Core;
+use super::decided::Decided;
+use super::error::Error;
+use super::options::{CallOptions, Outcome};
+use crate::exec::round::{Attempt, Round};
+use crate::exec::{Buffers, Execution};
+use std::sync::Arc;
+use std::time::Instant;
+use sumac_hal::op::{OpDesc, Path, ReduceOp};
+
+/// One of so many calls takes the way of all others, which drives the tree, too.
+const OTHER_WAY_INTERVAL: u64 = 256;
+
+impl Core {
+    /// Return how this operation was decided when it was last called, if it is a short one.
+    pub(super) fn decided_before(
+        &mut self,
+        (desc, options): (&OpDesc, &CallOptions),
+        is_in_place: bool,
+    ) -> Option<Arc<Decided>> {
+        if !self.is_for_ranks_alone((desc, options)) {
+            return None;
+        }
+        let algo = self.data.algo(desc, options).ok()?;
+        self.data.selection.decided.find(&(*desc, algo, is_in_place))
+    }
+
+    /// Keep how a call was decided, if it ran in one step, for the next call of the operation.
+    pub(super) fn keep_decided(&mut self, (desc, path): (&OpDesc, Path), options: &CallOptions, is_in_place: bool) {
+        if path != Path::OneShot || !self.is_for_ranks_alone((desc, options)) {
+            return;
+        }
+        let Some(decided) = self.decide(desc, options, is_in_place) else { return };
+        if let (true, Ok(algo)) = (decided.round.is_some(), self.data.algo(desc, options)) {
+            self.data.selection.decided.keep((*desc, algo, is_in_place), Arc::new(decided));
+        }
+    }
+
+    /// Lay out an operation that runs on the board, as `decided` without the round says.
+    pub(super) fn round(
+        &self,
+        (desc, options): (&OpDesc, &CallOptions),
+        decided: &Decided,
+        is_in_place: bool,
+    ) -> Option<Arc<Round>> {
+        if !self.is_for_ranks_alone((desc, options)) {
+            return None;
+        }
+        let (operation, kernel) = ((desc, decided.chosen.path), super::connections::kernel(desc));
+        let table_version = self.data.selection.context().table.version;
+        Round::new(operation, table_version, &decided.schedule, kernel, is_in_place).ok()?.map(Arc::new)
+    }
+
+    /// Return whether no tree has to know of a short operation, and nothing is done to its input before.
+    fn is_for_ranks_alone(&self, (desc, options): (&OpDesc, &CallOptions)) -> bool {
+        let is_unscaled = options.scalar.is_none() && desc.op != Some(ReduceOp::PremulSum);
+        is_unscaled && self.data.policy(options).limit().is_none() && self.data.selection.is_on_one_machine()
+    }
+
+    /// Run a call as it was decided, if the board can be used and nothing else is under way. `None`: it has not begun.
+    pub(super) fn run_round(
+        &mut self,
+        (desc, options): (&OpDesc, &CallOptions),
+        decided: &Decided,
+        mut buffers: Buffers<'_>,
+    ) -> Option<Result<Outcome, Error>> {
+        let round = decided.round.as_deref()?;
+        if !decided.is_of(self.data.generation()) || !self.is_quiet() {
+            return None;
+        }
+        let call = self.notices().migration.count_open_call()?;
+        if call % OTHER_WAY_INTERVAL == 0 {
+            self.uncount_call(call);
+            return None;
+        }
+        self.data.operations.calling = Some(call);
+        let number = self.data.operations.scheduled_number();
+        let connections = self.data.host.connections();
+        let attempt = connections.map(|connections| connections.attempt((round, number), buffers.reborrow()));
+        match attempt {
+            Some(Ok((Attempt::Complete, _))) => Some(Ok(Outcome {
+                path: decided.chosen.path,
+                trees: 0,
+                transfer: None,
+                fallback: decided.chosen.fallback.clone(),
+                wire_bytes: round.sent_bytes(),
+                retransmits: 0,
+                recovered: false,
+                slowest: None,
+                missing: self.data.tree.excluded_ranks(),
+            })),
+            Some(Ok((Attempt::Begun { has_posted }, op_index))) => {
+                Some(self.finish_round((desc, options), (decided, round), (has_posted, (op_index, number)), buffers))
+            }
+            Some(Ok((Attempt::None, _)) | Err(_)) | None => {
+                self.data.operations.calling = None;
+                self.uncount_call(call);
+                None
+            }
+        }
+    }
+
+    /// Finish a call that an attempt has begun.
+    fn finish_round(
+        &mut self,
+        (desc, options): (&OpDesc, &CallOptions),
+        (decided, round): (&Decided, &Round),
+        (has_posted, numbers): (bool, (u64, u32)),
+        buffers: Buffers<'_>,
+    ) -> Result<Outcome, Error> {
+        let now = Instant::now();
+        let (deadline, begun) = (self.deadline_from(now, options), self.data.snapshot(now));
+        let result = self.with_connections(|core, connections| {
+            let mesh = &mut connections.mesh;
+            let execution = Execution::continued(mesh, (round, has_posted), buffers, (numbers, deadline.0))?;
+            core.drive_host(&mut Collective::begun(execution), deadline)
+        });
+        // Other ranks know of it, so no error is a rejection.
+        let result = result.map_err(|error| self.agreed_loss_error(error.ending(), deadline));
+        match result {
+            Ok(()) => Ok(self.data.outcome(&decided.chosen, None, begun)),
+            Err(error) => Err(self.end(error, desc, begun)),
+        }
+    }
+
+    /// Return whether no operation is under way, and nothing has been reported that calls must handle.
+    fn is_quiet(&self) -> bool {
+        let watch = &self.data.watch;
+        self.data.operations.is_idle()
+            && !watch.notices.dropped.is_any()
+            && !watch.needs_view_change(self.data.tree.excluded_ranks())
+    }
+}

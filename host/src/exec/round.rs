@@ -1,0 +1,221 @@
+//! Short operations on the board ([`super::board`]) that were laid out before: what they do while no rank is late.
+//!
+//! An [`Execution`](super::Execution) prepares for everything that may happen in an operation, which costs more than to
+//! post and read a few bytes. [`Mesh::attempt`] does only that, for as long as a rank that waits would spin or yield
+//! between two looks at its sockets. If it is not complete by then, an `Execution` continues from there.
+//!
+//! Invariant: an attempt that is not complete has written nothing to the caller's memory.
+
+use super::Buffers;
+use super::board::{is_for_board, region_to_post, start_in_post};
+use super::error::{Call, ExecError};
+use super::frame::{FrameKind, Header};
+use super::memory::Memory;
+use super::memory_layout::{MemoryLayout, Store};
+use super::mesh::Mesh;
+use super::poll_backoff::{NextPoll, PollBackoff};
+use super::run::{Execution, Run};
+use super::shared::SharedLink;
+use crate::schedule::{Local, Recv, Region, Schedule};
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Instant;
+use sumac_hal::op::{OpDesc, Path};
+use sumac_hal::reduce::Kernel;
+
+/// A short operation on the board: its description and its memory's layout.
+#[derive(Debug, Clone)]
+pub(crate) struct Round {
+    /// What all its calls have in common.
+    call: Call,
+    schedule: Arc<Schedule>,
+    kernel: Option<Kernel>,
+    layout: MemoryLayout,
+    /// Where what it posts lies, if it posts anything.
+    posts: Option<(Store, Range<usize>)>,
+    recvs: Box<[Recv]>,
+    /// What is left to do when all is read.
+    locals: Box<[Local]>,
+    /// The length of what it sends, to all ranks.
+    sent_bytes: u64,
+    /// Where in each post the bytes for this rank begin.
+    start_bytes: usize,
+}
+
+/// How far an attempt came.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Attempt {
+    /// It has not begun: the board cannot be used.
+    None,
+    /// The operation is complete.
+    Complete,
+    /// The operation has begun, and some rank is late.
+    Begun {
+        /// What this rank sends is posted.
+        has_posted: bool,
+    },
+}
+
+impl Round {
+    /// Lay out an operation, if it is one for the board.
+    ///
+    /// # Errors
+    /// As those of [`Execution::new`](super::Execution::new).
+    pub(crate) fn new(
+        (desc, path): (&OpDesc, Path),
+        table_version: u32,
+        schedule: &Arc<Schedule>,
+        kernel: Option<Kernel>,
+        is_in_place: bool,
+    ) -> Result<Option<Self>, ExecError> {
+        let place = schedule.place();
+        let (Some(step), true) = (schedule.step(0), is_for_board(desc, path, place.ranks())) else { return Ok(None) };
+        let later = |index| schedule.step(index).is_some_and(|step| step.sends.is_empty() && step.recvs.is_empty());
+        if !step.locals.is_empty() || !(1..schedule.len()).all(later) {
+            return Ok(None);
+        }
+        let layout = MemoryLayout::new(schedule, desc.element_bytes(), kernel.as_ref(), is_in_place)?;
+        let len_bytes = |region: Region| (region.span.len * layout.bytes_each(region.buffer)) as u64;
+        let sent_bytes = step.sends.iter().map(|send| len_bytes(send.from)).sum();
+        let posts = (!step.sends.is_empty()).then(|| layout.locate(region_to_post(desc.collective, step.sends)));
+        let all_locals = schedule.steps().flat_map(|step| step.locals);
+        let locals = all_locals.filter(|local| !layout.is_in_place(local)).copied().collect();
+        let recvs = step.recvs.into();
+        let call = Call::new(place.rank(), 0, desc.signature(path, table_version), desc, path);
+        let start_bytes = start_in_post(desc, place) * desc.element_bytes();
+        let schedule = Arc::clone(schedule);
+        Ok(Some(Self { call, schedule, kernel, layout, posts, recvs, locals, sent_bytes, start_bytes }))
+    }
+
+    /// Return the length of what it sends, to all ranks.
+    pub(crate) const fn sent_bytes(&self) -> u64 {
+        self.sent_bytes
+    }
+
+    /// Return its call of this index.
+    const fn call(&self, op_index: u64) -> Call {
+        Call { op_index, ..self.call }
+    }
+
+    /// Return its memory.
+    fn memory<'a>(&'a self, buffers: Buffers<'a>, work: &mut Vec<u8>) -> Result<Memory<'a>, ExecError> {
+        Memory::laid_out(self.layout, &self.schedule, self.kernel.as_ref(), buffers, work)
+    }
+}
+
+impl<'a> Execution<'a> {
+    /// Continue an operation that [`Mesh::attempt`] has begun, in the same buffers. `has_posted` says how far it came,
+    /// and the numbers are the attempt's.
+    ///
+    /// # Errors
+    /// As those of [`Execution::new`].
+    pub(crate) fn continued(
+        mesh: &'a mut Mesh,
+        (round, has_posted): (&'a Round, bool),
+        buffers: Buffers<'a>,
+        ((op_index, number), deadline): ((u64, u32), Instant),
+    ) -> Result<Self, ExecError> {
+        let memory = round.memory(buffers, &mut mesh.work)?;
+        let mut run = Run::new(mesh, &round.schedule, memory, (round.call(op_index), deadline), Vec::new(), false);
+        (run.number, run.attempted) = (number, Some(has_posted));
+        Ok(Self(run))
+    }
+}
+
+impl Mesh {
+    /// Run a round as the operation of this index, if all ranks are here. `number` is that of the call
+    /// ([`Context::number`](super::Context::number)).
+    ///
+    /// # Errors
+    /// [`ExecError::Invalid`] if the buffers have other lengths; nothing has begun.
+    pub(crate) fn attempt(
+        &mut self,
+        round: &Round,
+        (op_index, number): (u64, u32),
+        buffers: Buffers<'_>,
+    ) -> Result<Attempt, ExecError> {
+        if self.poisoned.is_some() || !self.uses_board() || self.is_settling() {
+            return Ok(Attempt::None);
+        }
+        let mut memory = round.memory(buffers, &mut self.work)?;
+        let call = round.call(op_index);
+        self.board.push(&call);
+        let attempt = self.attempt_in(round, (&call, number), &mut memory);
+        self.work = std::mem::take(&mut memory.work);
+        Ok(attempt)
+    }
+
+    fn attempt_in(&mut self, round: &Round, (call, number): (&Call, u32), memory: &mut Memory<'_>) -> Attempt {
+        let posted = round.posts.as_ref().map(|(store, range)| memory.bytes(*store, range.clone()));
+        let has_posted = posted.is_none_or(|bytes| self.post_for_all((call, number), bytes));
+        if !has_posted || !self.await_posts(&round.recvs) {
+            return Attempt::Begun { has_posted };
+        }
+        round.recvs.iter().for_each(|recv| self.read_post(recv, round.start_bytes, memory));
+        self.finish_round(round.recvs.len());
+        round.locals.iter().for_each(|local| memory.run_local(local, &mut self.scratch, &mut self.spare));
+        self.sent_bytes += round.sent_bytes;
+        Attempt::Complete
+    }
+
+    /// Post what a call sends to all. Returns whether there was room.
+    pub(super) fn post_for_all(&mut self, (call, number): (&Call, u32), bytes: &[u8]) -> bool {
+        let Some((board, tag)) = self.board.with_tag() else { return false };
+        let header = Header { len_bytes: bytes.len(), number, ..Header::bare(FrameKind::Data, *call, 0) };
+        board.post(tag, &header.emit(), bytes)
+    }
+
+    /// Wait for posts of the present round until it is time to look at the sockets. Returns whether all are there.
+    fn await_posts(&mut self, recvs: &[Recv]) -> bool {
+        let mut missing = recvs;
+        let mut backoff = None;
+        loop {
+            let Some((board, tag)) = self.board.with_tag() else { return false };
+            while let Some((recv, rest)) = missing.split_first() {
+                match board.tag_of(recv.peer.0) {
+                    Some(found) if found == tag => missing = rest,
+                    // Of other calls: the operation tells which.
+                    Some(_) => return false,
+                    None => break,
+                }
+            }
+            if missing.is_empty() {
+                return true;
+            }
+            let next = backoff.get_or_insert_with(|| {
+                // The rank that is late may sleep, and wait for what this one has posted.
+                self.ring_all();
+                PollBackoff::new(self.waiting)
+            });
+            match next.after(false) {
+                NextPoll::Continue | NextPoll::Spin => std::hint::spin_loop(),
+                NextPoll::Yield => std::thread::yield_now(),
+                NextPoll::Poll | NextPoll::Block => return false,
+            }
+        }
+    }
+
+    /// Read what the sender of a transfer has posted in the present round.
+    pub(super) fn read_post(&mut self, recv: &Recv, start_bytes: usize, memory: &mut Memory<'_>) {
+        let Some(board) = &self.board.board else { return };
+        if let Some(place) = memory.direct(recv) {
+            board.read(recv.peer.0, start_bytes, place);
+            return;
+        }
+        let bytes = &mut self.scratch[..memory.len_bytes(recv)];
+        board.read(recv.peer.0, start_bytes, bytes);
+        memory.land(recv.sent_from, &recv.landing, 0, bytes, &mut self.spare);
+    }
+
+    /// Everything of the present round is read, of so many ranks: end it, and wake those that sleep.
+    pub(super) fn finish_round(&mut self, read: usize) {
+        let all_posted = read as u32 == self.place.ranks() - 1;
+        self.board.board.iter_mut().for_each(|board| board.finish_round(all_posted));
+        self.ring_all();
+    }
+
+    /// Wake ranks that sleep, after something was published on the board: all connections are shared.
+    pub(super) fn ring_all(&self) {
+        self.links.iter().filter_map(|link| link.shared.as_deref()).for_each(SharedLink::ring);
+    }
+}
