@@ -109,7 +109,7 @@ pub struct Board<M = Cells> {
 
 impl Board {
     /// The maximum number of bytes that a member can post.
-    pub const CAPACITY_BYTES: usize = 2048;
+    pub const CAPACITY_BYTES: usize = 8192;
 
     /// The number of rounds that a member may be ahead of the slowest.
     pub const ROUNDS_AHEAD: u64 = 4;

@@ -19,7 +19,7 @@ use super::run::Progress;
 use super::sharing::Sharing;
 use crate::schedule::Place;
 use crate::secret::JobSecret;
-use crate::wait_policy::WaitPolicy;
+use crate::wait_policy::{CoreWatch, WaitPolicy};
 use rustix::event::PollFd;
 use std::io::ErrorKind;
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -61,6 +61,8 @@ pub struct Mesh {
     ranks_here: usize,
     /// How this rank waits.
     pub(super) waiting: SpinPolicy,
+    /// Whether other ranks run on this one's core.
+    core: CoreWatch,
     pub(super) poisoned: Option<ExecError>,
     pub(super) refusals: RefusalCount,
     /// The number of one-shot connections that this rank has made.
@@ -81,6 +83,11 @@ pub struct Mesh {
 }
 
 impl Mesh {
+    /// Yield the core to whoever else is to run there.
+    pub(super) fn yield_core(&mut self) {
+        self.core.yield_core(self.waiting, self.place.rank().0);
+    }
+
     /// Set up the mesh of `place`. Connections are made when operations need them.
     ///
     /// `addresses` holds each rank's listener, in rank order. It must be complete only now: bind the listener first,
@@ -113,6 +120,7 @@ impl Mesh {
             sharing,
             board: BoardState::default(),
             waiting: WaitPolicy::default().for_threads(ranks_here),
+            core: CoreWatch::default(),
             ranks_here,
             place,
             secret,

@@ -189,7 +189,7 @@ impl Mesh {
             });
             match next.after(false) {
                 NextPoll::Continue | NextPoll::Spin => std::hint::spin_loop(),
-                NextPoll::Yield => std::thread::yield_now(),
+                NextPoll::Yield => self.yield_core(),
                 NextPoll::Poll | NextPoll::Block => return false,
             }
         }

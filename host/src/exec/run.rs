@@ -258,7 +258,7 @@ impl<'a> Run<'a> {
                 Ok(Status::Done)
             }
             NextPoll::Yield => {
-                std::thread::yield_now();
+                self.mesh.yield_core();
                 Ok(Status::Done)
             }
             NextPoll::Poll => self.poll_sockets(false, interrupt),

@@ -13,7 +13,7 @@
 //! | tree, all ranks zero-copy | 2 alpha_zero_copy + (i + o) (k chunk_zero_copy + n beta_zero_copy) or, if L > 1, what a tree of L - 1 levels above takes for its bytes, whichever is longer, + 2 (L - 1) alpha_tree | the leaf's engine reads i n, combines it on the way and writes o n; ranks move nothing; above the leaves there are only packets, while other chunks pass the leaf |
 //! | host collectives | S alpha_step + max(h M / N - S, E) alpha_shared + B beta_step + (h T / N - B) beta_shared + R gamma | S, B and R are the steps, path and reduced bytes of the table in [`crate::schedule`], M and T the messages and bytes of all ranks, and E the messages of the busiest rank beyond one a step ([`Cost`](crate::schedule::Cost)); what the ranks of a host send beyond the path takes its processors, too |
 //! | host collectives, all ranks on one host | the same, with alpha_shm_step, alpha_shm_shared, beta_shm_step and beta_shm_shared | steps are in shared memory |
-//! | `one-shot`, all ranks on one host, at most 2 KiB | alpha_post + B beta_shm_step + R gamma | each rank posts once for all others ([`Board`](sumac_hal::shm::Board)) |
+//! | `one-shot`, all ranks on one host, at most 8 KiB | alpha_post + B beta_shm_step + R gamma | each rank posts once for all others ([`Board`](sumac_hal::shm::Board)) |
 //!
 //! where k = max(1, ceil(n / m)) chunks; n' = n + (L - 1) min(n, m), as the first chunk fills the pipeline; and (r, i,
 //! o, g) is (2, c, c, c) for all-reduce, (2, c, 1, c) for reduce, (1, 1, c, 0) for broadcast, (1 + 1/N, c, 1, c) for

@@ -85,8 +85,8 @@ const SHARED_MEMORY: Constants = Constants {
     alpha_post_s: 1.5e-6,
     alpha_shm_step_s: 1e-6,
     alpha_shm_shared_s: 1e-6,
-    beta_shm_step_s: 0.15e-9,
-    beta_shm_shared_s: 0.15e-9,
+    beta_shm_step_s: 0.12e-9,
+    beta_shm_shared_s: 0.12e-9,
     ..Constants::from_array([0.0; CONSTANTS])
 };
 
@@ -155,11 +155,11 @@ impl CostTable {
             Constants {
                 alpha_tree_s: 20e-6,
                 beta_tree_s: 0.30e-9,
-                beta_node_s: 0.20e-9,
+                beta_node_s: 0.10e-9,
                 alpha_step_s: 50e-6,
                 alpha_shared_s: 10e-6,
-                beta_step_s: 1.10e-9,
-                gamma_s: 0.02e-9,
+                beta_step_s: 1.00e-9,
+                gamma_s: 0.20e-9,
                 alpha_zero_copy_s: 5e-6,
                 beta_zero_copy_s: 0.04e-9,
                 ..SHARED_MEMORY

@@ -107,8 +107,27 @@ fn ranks_of_one_host_pay_for_shared_memory() {
     assert_eq!(here(OpDesc::barrier(), Path::OneShot), Ok(0.125));
     assert_eq!(here(OpDesc::reduce_scatter(Dtype::F32, ReduceOp::Sum, 60), Path::OneShot), Ok(0.125 + 2.0 * 180.0));
     // Longer than a post.
-    let long = 0.5 + 11.0 * 2e4 + 2.0 * 3.0 * 2052.0 + 9.0 * 2052.0 * 2e6;
-    assert_eq!(here(sum(513), Path::OneShot), Ok(long));
+    let long = 0.5 + 11.0 * 2e4 + 2.0 * 3.0 * 8196.0 + 9.0 * 8196.0 * 2e6;
+    assert_eq!(here(sum(2049), Path::OneShot), Ok(long));
+}
+
+/// What was measured decides: posts are fastest where they are possible, and zero-copy where bytes are many.
+#[test]
+fn ranks_of_one_host_post_what_is_short_and_take_the_device_for_what_is_long() {
+    for ranks in [2, 4, 8] {
+        let tree =
+            TreeFacts { levels: 1, max_children: ranks, chunk_len_bytes: 64 << 10, zero_copy_ranks: ranks, ..TREE };
+        let chosen = |bytes: u64, tree| {
+            let context = selection(ranks, Order::Arrival, tree);
+            let context = SelectionContext { ranks_per_host: ranks, ..context };
+            explain(&context, &sum(bytes / 4), Algo::Auto).chosen.expect("possible")
+        };
+        assert_eq!(chosen(8, Ok(tree)), Path::OneShot, "{ranks} ranks");
+        assert_eq!(chosen(1 << 10, Ok(tree)), Path::OneShot, "{ranks} ranks");
+        assert_eq!(chosen(16 << 20, Ok(tree)), Path::Tree, "{ranks} ranks");
+        assert_ne!(chosen(16 << 20, Ok(TreeFacts { zero_copy_ranks: 0, ..tree })), Path::Tree, "packets cost more");
+        assert_eq!(chosen(8, Err("no device".into())), Path::OneShot);
+    }
 }
 
 #[test]
