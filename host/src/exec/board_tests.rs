@@ -31,7 +31,7 @@ fn run<'b>(
     let (mut buffers, ctx): (Buffers<'_>, _) = (buffers.into(), context(op_index, desc, Path::OneShot));
     if (op_index + u64::from(mesh.place().rank().0)).is_multiple_of(2) {
         let (operation, is_in_place) = ((&desc, Path::OneShot), matches!(buffers, Buffers::InPlace(_)));
-        let round = Round::new(operation, 1, &Arc::new(schedule.clone()), kernel.clone(), is_in_place)?;
+        let round = Round::new(operation, 1, &Arc::new(schedule.clone()), kernel, is_in_place)?;
         if let Some(round) = round {
             let numbers = (op_index, ctx.number);
             match mesh.attempt(&round, numbers, buffers.reborrow())? {
