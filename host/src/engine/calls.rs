@@ -3,8 +3,7 @@
 use super::core::Core;
 use super::counts::Counts;
 use super::data_path::{Deadline, Stop};
-use super::decided::Chosen;
-use super::decided::Decided;
+use super::decided::{Chosen, Decided};
 use super::error::{Error, OutputState};
 use super::extent::Extent;
 use super::in_flight::BorrowedBuffers;
