@@ -43,9 +43,9 @@ fn frame<M: Serialize>(message: &M) -> Vec<u8> {
     encode(message, &mut [0; 1024]).unwrap().to_vec()
 }
 
-/// Version 16, byte for byte. Any change requires a new version.
+/// Version 17, byte for byte. Any change requires a new version.
 #[test]
-fn version_16_encodes_to_golden_bytes() {
+fn version_17_encodes_to_golden_bytes() {
     let install = frame(&Envelope { id: 1, message: Request::InstallTree(tree()) });
     let create = frame(&Envelope { id: 2, message: Request::CreateGroup(group()) });
     let refused = frame(&Envelope { id: 2, message: Response::Refused(Refusal::NoSlots { need: 64 }) });
@@ -61,14 +61,14 @@ fn version_16_encodes_to_golden_bytes() {
     assert_eq!([probe, path].map(|bytes| hex(&bytes)), [GOLDEN_PROBE, GOLDEN_PATH]);
 }
 
-const GOLDEN_INSTALL: &str = "53631000180000005214558f010105010200007f000001b725010703c80102ac02ffff03";
-const GOLDEN_CREATE: &str = "53631000500000003c61d7cc0203b424050102020909090909090909090909090909090988ef99abc5e88c9111010000efff0102a09c01010108aab3022040e00ad804b0ea01d00fa08d06c096b10209010080808080808080808001";
-const GOLDEN_REFUSED: &str = "5363100004000000867e0cea02020740";
-const GOLDEN_REJECTED: &str = "536310000d0000003ddfb04a0308000100007f000001b72501";
-const GOLDEN_PROBE: &str = "53631000040000009e3c719d040aac02";
-const GOLDEN_PATH: &str = "53631000050000009bd7126f040401c00b";
+const GOLDEN_INSTALL: &str = "5363110018000000f76f0344010105010200007f000001b725010703c80102ac02ffff03";
+const GOLDEN_CREATE: &str = "5363110050000000991a81070203b424050102020909090909090909090909090909090988ef99abc5e88c9111010000efff0102a09c01010108aab3022040e00ad804b0ea01d00fa08d06c096b10209010080808080808080808001";
+const GOLDEN_REFUSED: &str = "536311000400000023055a2102020740";
+const GOLDEN_REJECTED: &str = "536311000d00000098a4e6810308000100007f000001b72501";
+const GOLDEN_PROBE: &str = "53631100040000003b472756040aac02";
+const GOLDEN_PATH: &str = "53631100050000003eac44a4040401c00b";
 const GOLDEN_TICKET: &str =
-    "5363100024000000dcda42fb016aac020505050505050505050505050505050505050505050505050505050505050505";
+    "536311002400000079a11430016aac020505050505050505050505050505050505050505050505050505050505050505";
 
 #[test]
 fn announce_and_stats_round_trip() {

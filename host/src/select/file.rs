@@ -81,10 +81,17 @@ pub enum CostFileError {
     },
 }
 
+/// What is read first: files of other formats have other keys.
+#[derive(Debug, Deserialize)]
+struct Head {
+    format: u32,
+}
+
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct File {
-    format: u32,
+    #[serde(rename = "format")]
+    _format: u32,
     date: String,
     error: f64,
     constants: Constants,
@@ -110,10 +117,11 @@ impl CostTable {
     /// # Errors
     /// [`CostFileError`] names the value that is invalid.
     pub fn from_toml(text: &str) -> Result<Self, CostFileError> {
-        let File { format, date, error, constants, curves } = toml::from_str(text)?;
+        let Head { format } = toml::from_str(text)?;
         if format != FORMAT {
             return Err(CostFileError::Format { found: format });
         }
+        let File { date, error, constants, curves, .. } = toml::from_str(text)?;
         for (&name, value) in Constants::NAMES.iter().zip(constants.to_array()) {
             if !(0.0..=CONSTANT_MAX_S).contains(&value) {
                 return Err(CostFileError::Constant { name, value });
@@ -240,6 +248,7 @@ mod tests {
         let valid = table().to_toml();
         for (from, to, why) in [
             ("format = 2", "format = 1", "format 1"),
+            ("format = 2", "format = 1\nkey_of_format_1 = 3", "run `sumac calibrate`"),
             ("alpha_tree_s = 2e-5", "alpha_tree_s = -1.0", "alpha_tree_s = -1"),
             ("alpha_tree_s = 2e-5", "alpha_tree_s = nan", "alpha_tree_s = NaN"),
             ("alpha_tree_s = 2e-5", "alfa = 1.0", "alfa"),
