@@ -40,11 +40,18 @@ fn invalid_table_or_option_is_refused_before_anything_starts() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("costs.toml");
     let file = path.to_str().expect("a name");
-    std::fs::write(&path, "format = 7\ndate = \"\"\nerror = 0.0\n[constants]\n").expect("a file");
+    let future = folder.path().join("future.toml");
+    let future_file = future.to_str().expect("a name");
+    std::fs::write(&path, "format = 2\ndate = \"\"\nerror = 0.0\n[constants]\n").expect("a file");
+    std::fs::write(&future, "format = 7\n").expect("a file");
     let refused = [
         (vec!["controller", "--listen=127.0.0.1:0", "--costs", file], "missing field"),
         (vec!["perf", "--costs", file, "--algo=auto"], "missing field"),
         (vec!["calibrate", "--check", file], "missing field"),
+        (
+            vec!["calibrate", "--check", future_file],
+            "format 7 of the cost table is unknown; this release reads format 2",
+        ),
         (vec!["calibrate", "--check", "/nonexistent/costs.toml"], "/nonexistent/costs.toml"),
         (vec!["calibrate", "-b", "1M", "-e", "8"], "-b 1M"),
         (vec!["calibrate", "--ranks=1"], "--ranks"),
