@@ -313,14 +313,15 @@ impl<'a> Run<'a> {
     /// Give each open transfer of the step a few system calls; returns whether any byte moved.
     fn move_bytes(&mut self) -> Result<bool, Failure> {
         let mut moved = false;
-        for slot in 0..self.step.recvs.len() {
-            if is_next(self.step.recvs, &self.mesh.recvs, slot) {
-                moved |= self.receive(slot)?;
-            }
-        }
+        // Sends first: peers copy what references name, while a receive here copies for as long.
         for slot in 0..self.step.sends.len() {
             if is_next(self.step.sends, &self.mesh.sends, slot) {
                 moved |= self.send(slot)?;
+            }
+        }
+        for slot in 0..self.step.recvs.len() {
+            if is_next(self.step.recvs, &self.mesh.recvs, slot) {
+                moved |= self.receive(slot)?;
             }
         }
         Ok(moved)

@@ -241,6 +241,30 @@ fn reference_to_memory_that_is_not_there_is_a_lost_rank() {
     }
 }
 
+/// Both ranks copy at the same time only if each sends its reference before it copies the other's.
+#[test]
+fn own_reference_is_sent_before_the_peers_is_copied() {
+    use super::error::Call;
+    use super::frame::{FrameKind, HEADER_BYTES, Header};
+    let mut meshes = connected_meshes(2);
+    let (mut peer, mut mesh) = (meshes.remove(0), meshes.remove(0));
+    let count = REFERENCE_MIN_BYTES;
+    let desc = OpDesc::all_reduce(Dtype::I32, ReduceOp::Sum, count as u64);
+    let ctx = context(3, desc, Path::Ring);
+    let len = count / 2 * desc.element_bytes();
+    let bare = Header::bare(FrameKind::Reference, Call::new(Rank(0), 3, ctx.signature, &desc, Path::Ring), 0);
+    // Copying fails at once.
+    let header = Header { len_bytes: len, transfer_bytes: len as u64, address: 8, ..bare };
+    let _ = peer.links[1].write(&header.emit(), &[]);
+    let mut bytes = vec![0; count * desc.element_bytes()];
+    let (schedule, kernel) = (ring::all_reduce(mesh.place(), count), Kernel::new(Dtype::I32, ReduceOp::Sum));
+    let result = execute(&mut mesh, &schedule, kernel.as_ref(), &mut bytes[..], &ctx, &mut NoInterrupt);
+    assert_eq!(result, Err(ExecError::RankLost { rank: Rank(0) }));
+    let _ = peer.links[1].fill_header(HEADER_BYTES);
+    let first = Header::parse(Rank(1), &peer.links[1].rx.header()).expect("a frame");
+    assert_eq!((first.kind, first.transfer_bytes), (FrameKind::Reference, len as u64));
+}
+
 /// Ranks that sleep are woken through shared memory: more of them than processors, and a schedule with many steps.
 #[test]
 fn sleeping_ranks_are_woken_by_shared_memory() {
