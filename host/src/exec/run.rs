@@ -335,20 +335,36 @@ impl<'a> Run<'a> {
             State::Ended => return Err(ExecError::RankLost { rank: peer }.into()),
             _ => return Ok(false),
         }
-        let progress = &mut self.mesh.sends[slot];
-        let bytes = self.memory.outgoing(from);
-        match link.write_transfer(&self.call, bytes, progress.bytes) {
+        match link.write_transfer(&self.call, self.memory.outgoing(from), self.mesh.sends[slot].bytes) {
             IoOutcome::WouldBlock => Ok(false),
             IoOutcome::Ended => Err(self.closing_error(peer)),
             IoOutcome::Bytes(n) => {
-                progress.bytes += n;
-                self.mesh.sent_bytes += n as u64;
-                if link.tx.is_between_frames() && progress.bytes == bytes.len() {
-                    progress.done = true;
-                    link.tx.transfers += 1;
-                }
+                self.note_sent(slot, n);
                 Ok(true)
             }
+        }
+    }
+
+    /// Note that `n` bytes of a send have left.
+    fn note_sent(&mut self, slot: usize, n: usize) {
+        let Send { peer, from } = self.step.sends[slot];
+        let (tx, progress) = (&mut self.mesh.links[peer.0 as usize].tx, &mut self.mesh.sends[slot]);
+        progress.bytes += n;
+        self.mesh.sent_bytes += n as u64;
+        if tx.is_between_frames() && progress.bytes == self.memory.outgoing(from).len() {
+            progress.done = true;
+            tx.transfers += 1;
+        }
+    }
+
+    /// Note a reference that a peer has taken before it left.
+    pub(super) fn note_taken(&mut self, peer: Rank) {
+        let (sends, progress) = (self.step.sends, &self.mesh.sends);
+        let mut slots = (0..sends.len()).filter(|slot| sends[*slot].peer == peer && is_next(sends, progress, *slot));
+        let (Some(slot), link) = (slots.next(), &mut self.mesh.links[peer.0 as usize]) else { return };
+        let outcome = link.tx.reference.map(|number| link.finish_reference(number));
+        if let Some(IoOutcome::Bytes(n)) = outcome {
+            self.note_sent(slot, n);
         }
     }
 

@@ -241,6 +241,42 @@ fn reference_to_memory_that_is_not_there_is_a_lost_rank() {
     }
 }
 
+/// Takes a rank's reference and leaves, as a peer that needs nothing more, before the rank has looked again.
+struct TakesAndLeaves(Option<Mesh>, Instant);
+
+impl Interrupt for TakesAndLeaves {
+    fn poll_fd(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
+    fn check(&mut self) -> Result<ControlFlow<()>, ExecError> {
+        let Some(peer) = &mut self.0 else { return Ok(ControlFlow::Continue(())) };
+        let link = &mut peer.links[0];
+        if let super::link::IoOutcome::Bytes(_) = link.fill_header(super::frame::HEADER_BYTES) {
+            assert!(link.shared.as_ref().expect("shared memory").take_reference(), "it is there");
+            self.0 = None;
+        }
+        Ok(ControlFlow::Continue(()))
+    }
+
+    fn wake_at(&self) -> Option<Instant> {
+        Some(self.1)
+    }
+}
+
+/// The peer has all that it needs, and so has this rank.
+#[test]
+fn peer_that_leaves_with_the_last_reference_is_not_missed() {
+    let mut meshes = connected_meshes(2);
+    let (peer, mesh) = (meshes.pop().expect("rank 1"), &mut meshes[0]);
+    let len = 2 * REFERENCE_MIN_BYTES;
+    let desc = OpDesc::broadcast(Dtype::U8, Rank(0), len as u64);
+    let (schedule, ctx) = (binomial::broadcast(mesh.place(), len, Rank(0)), context(7, desc, Path::Binomial));
+    let mut interrupt = TakesAndLeaves(Some(peer), Instant::now());
+    assert_eq!(execute(mesh, &schedule, None, &mut vec![1; len][..], &ctx, &mut interrupt), Ok(()));
+    assert!(interrupt.0.is_none(), "the peer has left meanwhile");
+}
+
 /// Both ranks copy at the same time only if each sends its reference before it copies the other's.
 #[test]
 fn own_reference_is_sent_before_the_peers_is_copied() {

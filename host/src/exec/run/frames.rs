@@ -15,7 +15,8 @@ impl Run<'_> {
             match link.fill_header(HEADER_BYTES) {
                 IoOutcome::WouldBlock => return Ok(None),
                 IoOutcome::Ended => {
-                    link.state = State::Ended;
+                    self.note_taken(peer);
+                    self.mesh.links[peer.0 as usize].state = State::Ended;
                     return if self.needs(peer) || self.mesh.messages.awaits_channel(peer) {
                         Err(ExecError::RankLost { rank: peer }.into())
                     } else {
