@@ -85,8 +85,8 @@ const SHARED_MEMORY: Constants = Constants {
     alpha_post_s: 1.5e-6,
     alpha_shm_step_s: 1e-6,
     alpha_shm_shared_s: 1e-6,
-    beta_shm_step_s: 0.12e-9,
-    beta_shm_shared_s: 0.12e-9,
+    beta_shm_step_s: 0.04e-9,
+    beta_shm_shared_s: 0.09e-9,
     ..Constants::from_array([0.0; CONSTANTS])
 };
 
@@ -145,10 +145,11 @@ impl CostTable {
     /// back). Through the tree 8 B took 80 us, 1 MiB 1.9 ms and 16 MiB 26 ms. Steps between hosts are those over
     /// loopback TCP, 22 to 59 us each; a message beyond one a step is taken as a fifth of a step, and was not measured.
     ///
-    /// Zero-copy and shared memory: medians of `sumac calibrate` and `sumac perf` on 2 such cores, 110 ns for a cache
-    /// line there and back. With 2 ranks 8 B took 6 to 10 us by zero-copy, 0.8 us by a post, 1.5 us by recursive
-    /// doubling and 2.0 us by ring; 16 MiB 3.8 ms by zero-copy, 5.0 ms by halving-doubling. With 4 ranks, twice the
-    /// cores, 8 B took 22, 12, 19 and 25 us, and 16 MiB 7.4 ms and 14 ms or more.
+    /// Zero-copy and shared memory: medians of `sumac calibrate` and `sumac perf` on 2 such cores, 110 to 140 ns for a
+    /// cache line there and back. With 2 ranks 8 B took 6 to 10 us by zero-copy, 0.4 us by a post, 1.1 us by recursive
+    /// doubling and 1.5 us by ring; 256 KiB 90 to 170 us by zero-copy and 45 to 60 us by ring; 16 MiB 2.5 to 3.9 ms by
+    /// zero-copy and 3.2 to 4.8 ms by ring. With 4 ranks, twice the cores, 8 B took 20, 5, 15 and 24 us, 256 KiB 190 us
+    /// by zero-copy and 180 us by ring, and 16 MiB 5.5 ms and 11 ms.
     pub fn emulated() -> Self {
         Self::new(
             Origin::Emulator,
@@ -160,8 +161,8 @@ impl CostTable {
                 alpha_shared_s: 10e-6,
                 beta_step_s: 1.00e-9,
                 gamma_s: 0.20e-9,
-                alpha_zero_copy_s: 5e-6,
-                beta_zero_copy_s: 0.04e-9,
+                alpha_zero_copy_s: 6e-6,
+                beta_zero_copy_s: 0.06e-9,
                 ..SHARED_MEMORY
             },
         )
