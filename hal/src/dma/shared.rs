@@ -88,6 +88,8 @@ unsafe fn transfer_by_atomics(to: *mut u8, from: *const u8, len_bytes: usize) {
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 mod imp {
     use core::arch::asm;
+    #[cfg(feature = "std")]
+    use core::arch::x86_64::_mm256_zeroupper;
 
     /// The length in bytes from which vector instructions pay off.
     #[cfg(feature = "std")]
@@ -162,6 +164,9 @@ mod imp {
                     options(nostack),
                 );
             }
+            // The compiler does not look into the assembly. While the upper halves hold anything, the SSE instructions
+            // of the rest of the program depend on them, and are slow.
+            _mm256_zeroupper();
         }
         // SAFETY: the rest of the bytes.
         unsafe { by_string(to.add(whole), from.add(whole), len_bytes - whole) };
@@ -247,5 +252,31 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// SSE instructions are slow while there is something in the upper halves.
+    #[cfg(all(target_arch = "x86_64", feature = "std", not(miri)))]
+    #[test]
+    fn copying_by_vectors_leaves_their_upper_halves_empty() {
+        if !std::arch::is_x86_feature_detected!("avx") {
+            return;
+        }
+        let (from, mut to, mut upper) = ([0xff; 256], [0_u8; 256], [0xee_u8; 16]);
+        // SAFETY: the vector can be read.
+        unsafe { copy_out(&mut to, from.as_ptr()) };
+        // SAFETY: the processor has the instructions; they change these registers and the 16 bytes.
+        unsafe {
+            core::arch::asm!(
+                "vorps ymm0, ymm0, ymm1",
+                "vextractf128 xmm0, ymm0, 1",
+                "vmovups [{}], xmm0",
+                in(reg) upper.as_mut_ptr(),
+                out("ymm0") _,
+                out("ymm1") _,
+                options(nostack),
+            );
+        }
+        assert!(to == from, "all bytes are copied");
+        assert_eq!(upper, [0; 16]);
     }
 }
