@@ -63,10 +63,10 @@ fn repaired_with_remarks(args: &str, done: &str) -> (Vec<Value>, Vec<String>) {
     let output = faulted(args);
     let rows = rows(&output);
     assert!(rows.iter().all(|row| row["repaired"] == true), "{rows:?}");
-    // Recovery sends no more than the data that the ranks lack; what is short, to all others at once.
+    // Recovery sends no more than the data that the ranks lack; short pieces of it, to all others at once.
     let bytes = |row: &Value, key: &str| row[key].as_u64().expect("a number");
-    let times = |row: &Value| if bytes(row, "size_bytes") > 8192 { 2 } else { bytes(row, "ranks") - 1 };
-    let is_spare = |row: &Value| bytes(row, "repair_bytes") <= times(row).max(2) * bytes(row, "size_bytes");
+    let times = |row: &Value| (bytes(row, "ranks") - 1).max(2);
+    let is_spare = |row: &Value| bytes(row, "repair_bytes") <= times(row) * bytes(row, "size_bytes");
     assert!(rows.iter().all(is_spare), "{rows:?}");
     let remarks = lines_with(&output, done);
     assert_eq!(remarks.len(), rows.len(), "{}", stderr(&output));
