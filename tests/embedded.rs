@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use sumac::comm::{ControllerState, DEFAULT_PORT, Departure};
 use sumac::controller::{Controller, ControllerConfig};
-use sumac::{Communicator, Error, JoinConfig, JoinError, Path, ReduceOp};
+use sumac::{Algo, Communicator, Error, JoinConfig, JoinError, Path, ReduceOp};
 use sumac_firmware::emulated::{Board, BoardConfig};
 use sumac_hal::ctrl::secure::{Key, KeyId};
 
@@ -78,7 +78,7 @@ fn device_serves_a_job_with_its_own_controller() {
     let board = Board::start(BoardConfig { slot_memory_bytes: 16 << 20, ..BoardConfig::new("leaf0", addr) });
     let board = board.expect("a board on loopback");
     let paths = run(
-        |config| (config.controller, config.wait_for_tree) = (addr, LONG),
+        |config| (config.controller, config.wait_for_tree, config.algo) = (addr, LONG, Algo::Tree),
         |comm| {
             assert!(board.wait_registered(LONG));
             let mut op = 0;

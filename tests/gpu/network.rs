@@ -119,7 +119,7 @@ fn gpu_peers_of_several_processes_join_over_a_communicator() {
 /// buffer moves from GPU to GPU.
 #[test]
 fn gpu_peers_complete_the_operations_of_a_lost_device() {
-    let mut cluster = Cluster::start_zero_copy(1, 4, ZeroCopyConfig::default(), ControllerConfig::new());
+    let mut cluster = Cluster::start_zero_copy(1, 4, ZeroCopyConfig::default(), prefer_tree());
     let boards = Mutex::new(std::mem::take(&mut cluster.boards));
     let (machine, gate) = (FakeGpu::new(22, 1 << 28), Barrier::new(RANKS as usize));
     let seen = cluster.run("left", RANKS, plain, |comm| {

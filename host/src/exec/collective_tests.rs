@@ -205,7 +205,9 @@ fn rank_lost_in_any_step_is_named_or_not_needed() {
                 let what = format!("{algorithm:?}, step {last_words}, {:?}: {result:?}", mesh.place());
                 match result {
                     Ok(()) => assert!(is_right, "{what}"),
-                    Err(error) => assert_eq!(error, ExecError::RankLost { rank: dead }, "{what}"),
+                    // Another test may have taken the address of the lost one.
+                    Err(ExecError::RankLost { rank } | ExecError::Unproven { peer: rank, .. }) if rank == dead => {}
+                    Err(_) => panic!("{what}"),
                 }
                 lost += usize::from(mesh.error().is_some());
             }
