@@ -151,6 +151,7 @@ pub(crate) enum Command {
     /// Plan an aggregation tree for a set of hosts on a fabric
     ///
     /// Picks the root and the tree with the fewest levels and the least link sharing, within the limits of each node.
+    /// With --algo: print or draw what an algorithm between hosts sends, or count what it loads onto links.
     #[command(after_long_help = PLAN_HELP)]
     Plan(PlanArgs),
     /// Show, compare and generate fabrics
@@ -422,13 +423,17 @@ EXAMPLES
   sumac plan --topology fabric.toml --hosts n1,n2,n7 --json
   sumac plan --topology fabric.ibnetdiscover --hosts 16 --size 64K --without leaf3
   sumac plan --topology fabric.ibnetdiscover --hosts all --dot | dot -Tsvg > tree.svg
+  sumac plan --algo swing --ranks 16 --shape 4x4 --svg > swing.svg
+  sumac plan --algo all --ranks 256 --links dragonfly:16
 
 JSON
   levels root max_children max_link_sharing aligned optimal gap gbits times[{bytes,seconds}]
   nodes[{name,guid,level,parent,children}] ranks[{rank,host,guid,leaf}] selected[] assumptions[]. The root is level 0 and
   has a null parent. children are names of nodes and `rank N`. gap: how much faster another tree may be at most, as a
   fraction. selected says what was taken of the fabric and what was left out, assumptions what its file does not say; both
-  are sentences.";
+  are sentences.
+  With --algo: algo collective ranks shape count steps[[{from,to,elements,first,combined}]] links{busiest[],congestion}.
+  first is null where elements are not those of the collective in its order, links is there with --links only.";
 
 const FLASH_HELP: &str = "\
 EXAMPLES

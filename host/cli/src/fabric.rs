@@ -33,8 +33,8 @@ pub(crate) fn read(path: &Path) -> anyhow::Result<(Fabric, Option<String>)> {
 pub(crate) struct FabricArgs {
     /// Fabric description, told by its content: raw output of ibnetdiscover, an ibsim .net file, TOML, Slurm's
     /// topology.conf, or NetQ's topology graph in JSON; `-` reads it from stdin
-    #[arg(long, value_name = "FILE")]
-    topology: PathBuf,
+    #[arg(long, value_name = "FILE", required = true)]
+    topology: Option<PathBuf>,
     /// What is inside servers: a topology of NCCL in XML (NCCL_TOPO_DUMP_FILE), for the servers that match, as in
     /// `dgx-*=h100.xml`, or for the one whose adapters have its GUIDs; may be repeated
     #[arg(long, value_name = "[SERVER=]FILE")]
@@ -47,9 +47,10 @@ impl FabricArgs {
     /// # Errors
     /// Invalid input, with the file's name.
     pub(crate) fn read(&self) -> Result<Fabric, Failure> {
-        let (mut fabric, _) = read(&self.topology).map_err(Failure::Input)?;
+        let topology = self.topology.as_deref().unwrap_or(Path::new("-"));
+        let (mut fabric, _) = read(topology).map_err(Failure::Input)?;
         for warning in fabric.warnings() {
-            tracing::warn!("{}: {warning}", self.topology.display());
+            tracing::warn!("{}: {warning}", topology.display());
         }
         for given in &self.inside {
             let (servers, file) = match given.split_once('=') {

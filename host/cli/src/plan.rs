@@ -1,8 +1,12 @@
-//! `sumac plan`: plan an aggregation tree for a set of hosts on a fabric.
+//! `sumac plan`: plan an aggregation tree for a set of hosts on a fabric, or print what an algorithm without one does.
+
+mod algorithm;
+mod drawing;
 
 use crate::exit::Failure;
 use crate::fabric::{FabricArgs, HostArgs, read_text, routes, with_devices};
 use crate::size::SizeBytes;
+use algorithm::AlgorithmArgs;
 use anyhow::{Context, anyhow};
 use clap::Args;
 use serde::Serialize;
@@ -16,6 +20,8 @@ use sumac::topo::{Device, Fabric, HostId, LinkId};
 
 /// `sumac plan`.
 #[derive(Debug, Args)]
+#[command(mut_arg("topology", |arg| arg.required(false).required_unless_present("algo")))]
+#[command(mut_arg("hosts", |arg| arg.required_unless_present_any(["adapters", "algo"])))]
 pub(crate) struct PlanArgs {
     #[command(flatten)]
     fabric: FabricArgs,
@@ -50,13 +56,26 @@ pub(crate) struct PlanArgs {
     /// Print the tree in DOT format, for Graphviz; several trees are as many graphs
     #[arg(long, conflicts_with = "json")]
     dot: bool,
-    /// Print the tree as JSON
+    /// Print the tree, or the messages of --algo, as JSON
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    algorithm: AlgorithmArgs,
 }
 
-/// Plan the tree and print it.
+/// Print what is asked for.
 pub(crate) fn run(args: &PlanArgs) -> Result<(), Failure> {
+    let text = match args.algorithm.algo {
+        Some(algo) => args.algorithm.text(algo, args.json)?,
+        None => plan(args)?,
+    };
+    let mut out = io::stdout().lock();
+    out.write_all(text.as_bytes())?;
+    Ok(out.flush()?)
+}
+
+/// Plan the tree.
+fn plan(args: &PlanArgs) -> Result<String, Failure> {
     let mut fabric = args.fabric.read()?;
     let taken = args.hosts.take(&fabric)?;
     if let Some(devices) = &args.devices {
@@ -85,10 +104,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<(), Failure> {
             None => None,
         },
     };
-    let text = if args.without.is_empty() { request.plan()? } else { request.plan_without()? };
-    let mut out = io::stdout().lock();
-    out.write_all(text.as_bytes())?;
-    Ok(out.flush()?)
+    if args.without.is_empty() { request.plan() } else { request.plan_without() }
 }
 
 /// What is planned, and what is printed with every plan.

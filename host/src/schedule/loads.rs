@@ -113,7 +113,7 @@ pub struct Loads {
 
 impl Loads {
     /// Count the messages of all ranks' schedules.
-    pub fn count(schedules: impl IntoIterator<Item = Schedule>, topology: &impl Topology) -> Self {
+    pub fn count(schedules: impl IntoIterator<Item = Schedule>, topology: &(impl Topology + ?Sized)) -> Self {
         let mut loads = Self::default();
         for schedule in schedules {
             let rank = schedule.place().rank();

@@ -112,6 +112,7 @@ pub mod pat;
 pub mod recursive_doubling;
 pub mod ring;
 pub mod ring_2d;
+pub mod rounds;
 mod shape;
 pub mod star;
 mod steps;

@@ -21,7 +21,7 @@ mod table;
 
 pub(crate) use args::PerfArgs;
 pub(crate) use help::HELP;
-pub(crate) use names::collective_parser;
+pub(crate) use names::{Choice, algorithm_parser, collective_parser};
 
 use crate::cluster::{
     self, ChildId, ClusterConfig, ClusterError, ClusterKeys, Limit, Parts, Preference, Supervisor, describe_controller,

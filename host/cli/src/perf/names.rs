@@ -9,8 +9,8 @@ use crate::options::{Algo, Unserved, served_algo};
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use std::fmt;
 use std::str::FromStr;
-use sumac::schedule::ALGORITHMS;
-use sumac_hal::op::{Collective, Dtype, ReduceOp};
+use sumac::schedule::{ALGORITHMS, Algorithm};
+use sumac_hal::op::{Collective, Dtype, Path, ReduceOp};
 use thiserror::Error;
 
 /// Other spellings, each with the name that it stands for.
@@ -52,7 +52,7 @@ const ALIASES: [(&str, &str); 33] = [
 
 /// One value, or all that there are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Choice<T> {
+pub(crate) enum Choice<T> {
     /// This value.
     One(T),
     /// Every value that goes with the other options.
@@ -70,6 +70,18 @@ pub(crate) fn collective_parser() -> impl TypedValueParser<Value = Collective> {
 pub(super) fn algo_parser() -> impl TypedValueParser<Value = Choice<Algo>> {
     let each = Algo::ALL.into_iter().map(|algo| (algo.name(), served_algo(algo).map(Choice::One)));
     parser_of(each.chain([("all", Ok(Choice::All))]))
+}
+
+/// Parse the name of an algorithm between hosts, or `all`.
+pub(crate) fn algorithm_parser() -> impl TypedValueParser<Value = Choice<Path>> {
+    let mut paths = Vec::new();
+    ALGORITHMS.iter().map(Algorithm::path).for_each(|path| {
+        if !paths.contains(&path) {
+            paths.push(path);
+        }
+    });
+    let each = paths.into_iter().map(|path| (path.name(), Choice::One(path)));
+    parser(each.chain([("all", Choice::All)]))
 }
 
 /// Parse the name of an element type, or `all`.
