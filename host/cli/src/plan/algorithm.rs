@@ -39,8 +39,8 @@ pub(crate) struct AlgorithmArgs {
     /// How the ranks of --algo lie: line, a grid as 2x4, or servers:4
     #[arg(long, value_name = "SHAPE", default_value_t = Shape::Line, requires = "algo")]
     shape: Shape,
-    /// Count what --algo loads onto each link: torus or mesh, of the dimensions of the shape, full-mesh, dragonfly:GROUP,
-    /// with +OFFSET where rank 0 is not the first of its group, or fat-tree:LEAFxSPINES
+    /// Count what --algo loads onto each link: torus or mesh, of the dimensions of the shape, full-mesh,
+    /// dragonfly:GROUP, with +OFFSET where rank 0 is not the first of its group, or fat-tree:LEAFxSPINES
     #[arg(long, value_name = "TOPOLOGY", requires = "algo")]
     links: Option<Links>,
     /// Draw the messages of --algo as SVG
