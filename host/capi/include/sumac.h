@@ -1427,7 +1427,8 @@ size_t sumac_outcome_missing(const struct sumac_outcome *outcome, uint32_t *rank
 void sumac_outcome_free(struct sumac_outcome *outcome);
 
 /**
- * Find out whether an operation has completed or failed, so that sumac_wait() returns at once. Never waits.
+ * Find out whether an operation has completed or failed, so that sumac_wait() returns at once. Never waits, unless the
+ * library has no thread (sumac_config_set_progress_thread()): then it may run a whole host collective.
  *
  * The caller promises:
  * `request` is a request; `is_complete` can be written to.
@@ -2507,7 +2508,8 @@ bool sumac_memory_is_registered(const struct sumac_memory *memory);
 void sumac_memory_free(struct sumac_memory *memory);
 
 /**
- * Find out whether an operation has completed or failed, so that sumac_wait() returns at once. Never waits.
+ * Find out whether an operation has completed or failed, so that sumac_wait() returns at once. Never waits, unless the
+ * library has no thread (sumac_config_set_progress_thread()): then it may run a whole host collective.
  *
  * The caller promises:
  * `request` is a request; `is_complete` can be written to.

@@ -224,7 +224,8 @@ unsafe fn take(request: *mut *mut Request) -> Result<Box<Request>, Failure> {
     Ok(unsafe { Box::from_raw(taken) })
 }
 
-/// Find out whether an operation has completed or failed, so that sumac_wait() returns at once. Never waits.
+/// Find out whether an operation has completed or failed, so that sumac_wait() returns at once. Never waits, unless the
+/// library has no thread (sumac_config_set_progress_thread()): then it may run a whole host collective.
 ///
 /// # Safety
 /// `request` is a request; `is_complete` can be written to.
