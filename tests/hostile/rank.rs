@@ -72,6 +72,7 @@ fn work(comm: &Communicator, schedules: bool) -> Result<(), String> {
     let (ranks, rank) = (u64::from(comm.size()), u64::from(comm.rank()));
     let mut buffer = comm.alloc::<u64>(LEN).map_err(|error| format!("memory: {error}"))?;
     let by_schedule = CallOptions { algo: Some(Algo::RecursiveDoubling), ..CallOptions::default() };
+    let mut was_in_tree = false;
     for round in 0.. {
         let secret = if rank == 0 { SECRET_BITS << 48 } else { 0 };
         buffer.iter_mut().zip(0_u64..).for_each(|(value, index)| *value = secret + round * index + rank);
@@ -90,8 +91,12 @@ fn work(comm: &Communicator, schedules: bool) -> Result<(), String> {
             }
         }
         ROUNDS.fetch_add(1, Ordering::SeqCst);
-        IN_TREE.fetch_add((outcome.path == Path::Tree && !outcome.recovered).into(), Ordering::SeqCst);
-        REPAIRED.fetch_add(outcome.recovered.into(), Ordering::SeqCst);
+        // What was lost between two rounds shows only by the path.
+        let is_in_tree = outcome.path == Path::Tree;
+        let is_repaired = outcome.recovered || was_in_tree && !is_in_tree;
+        was_in_tree = is_in_tree;
+        IN_TREE.fetch_add((is_in_tree && !outcome.recovered).into(), Ordering::SeqCst);
+        REPAIRED.fetch_add(is_repaired.into(), Ordering::SeqCst);
         if buffer[0] > 0 {
             return Ok(());
         }
