@@ -1,7 +1,7 @@
 //! Fabric descriptions: files, or stdin for `-`, and the hosts that are taken of them.
 
 use crate::exit::Failure;
-use anyhow::{Context, ensure};
+use anyhow::{Context, anyhow, ensure};
 use clap::Args;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
@@ -47,7 +47,9 @@ impl FabricArgs {
     /// # Errors
     /// Invalid input, with the file's name.
     pub(crate) fn read(&self) -> Result<Fabric, Failure> {
-        let topology = self.topology.as_deref().unwrap_or(Path::new("-"));
+        let Some(topology) = &self.topology else {
+            return Err(Failure::Input(anyhow!("--topology: name the fabric's file, or - for stdin")));
+        };
         let (mut fabric, _) = read(topology).map_err(Failure::Input)?;
         for warning in fabric.warnings() {
             tracing::warn!("{}: {warning}", topology.display());

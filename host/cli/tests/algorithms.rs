@@ -96,6 +96,15 @@ fn algorithms_are_compared_by_the_links_that_they_load() {
     assert!(of("bine") < of("hd"), "{in_groups:?}");
 }
 
+/// Many ranks take seconds and little memory: what has too many messages is named.
+#[test]
+fn algorithms_of_too_many_messages_are_not_counted() {
+    let text = printed(&["plan", "--algo=all", "--ranks=4096", "--shape=64x64", "--links=torus"]);
+    let row = |name: &str| text.lines().find(|line| line.starts_with(&format!("{name} "))).expect("a row").to_owned();
+    assert!(row("ring").contains("not counted: 33546240 messages"), "{text}");
+    assert!(row("swing").ends_with("0.592"), "1.185 times what an uncongested link carries: {text}");
+}
+
 #[test]
 fn invalid_request_is_refused_with_what_is_possible() {
     let refused: [(&[&str], &str); 9] = [

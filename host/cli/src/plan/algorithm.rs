@@ -65,12 +65,14 @@ const FABRIC_OPTIONS: [&str; 13] = [
     "dot",
 ];
 
-/// The most ranks whose links are counted: a ring of so many has 33 million messages.
+/// The most ranks: a torus of 64 by 64.
 const RANKS_MAX: u32 = 4096;
 /// The most elements: sums over all ranks and steps stay exact as floating-point numbers.
 const COUNT_MAX: u64 = 1 << 32;
 /// The most messages that are printed or drawn.
 const MESSAGES_MAX: f64 = 16_384.0;
+/// The most messages whose links are counted: those of a ring of 724 ranks.
+const COUNTED_MESSAGES_MAX: f64 = 1_048_576.0;
 
 /// Links between ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -208,6 +210,11 @@ impl AlgorithmArgs {
         algorithm.cost(self.ranks, self.shape, self.count(algorithm))
     }
 
+    /// The number of messages of all ranks, further pieces included.
+    fn pieces(&self, cost: &Cost) -> f64 {
+        cost.messages + f64::from(self.ranks) * cost.extra_pieces
+    }
+
     /// Make all ranks' schedules, one at a time.
     fn schedules<'a>(&'a self, algorithm: &'static Algorithm, tree: &'a Tree) -> impl Iterator<Item = Schedule> + 'a {
         let problem =
@@ -227,7 +234,7 @@ impl AlgorithmArgs {
     /// Print or draw one algorithm.
     fn print(&self, algorithm: &'static Algorithm, is_json: bool) -> Result<String, Failure> {
         let (tree, cost) = (self.tree()?, self.cost(algorithm));
-        let pieces = cost.messages + f64::from(self.ranks) * cost.extra_pieces;
+        let pieces = self.pieces(&cost);
         if pieces > MESSAGES_MAX {
             let (name, ranks) = (algorithm.path().name(), self.ranks);
             return Err(Failure::Input(anyhow!(
@@ -310,6 +317,11 @@ impl AlgorithmArgs {
                 continue;
             }
             let cost = self.cost(algorithm);
+            let pieces = self.pieces(&cost);
+            if pieces > COUNTED_MESSAGES_MAX {
+                let _ = writeln!(text, "{name:<14} not counted: {pieces} messages, of at most {COUNTED_MESSAGES_MAX}");
+                continue;
+            }
             let times = self.relative(algorithm, &self.loads(algorithm, links, &tree));
             let sent = cost.sent_elements / (self.count(algorithm).max(1) as f64);
             let _ = writeln!(text, "{name:<14} {:>7} {sent:>13.3} {times:>14.3}", cost.steps);
