@@ -19,6 +19,7 @@ use crate::select::{
 use prepare::Shape;
 use replays::Replays;
 use std::collections::HashMap;
+use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -32,6 +33,8 @@ use sumac_hal::reduce::Kernel;
 pub struct GroupOptions {
     /// The declared order, over one node with all ranks: it keeps the bits of a result the same for any algorithm.
     pub order: Order,
+    /// How the ranks lie, for algorithms of several dimensions. All ranks have the same.
+    pub shape: schedule::Shape,
     /// Constants of the cost model.
     pub table: CostTable,
     /// The longest single pass in bytes. Longer ones are split, so that the next rank need not wait for all of it.
@@ -50,6 +53,7 @@ impl Default for GroupOptions {
     fn default() -> Self {
         Self {
             order: Order::Arrival,
+            shape: schedule::Shape::Line,
             table: CostTable::gpu(),
             piece_bytes: 16 << 20,
             serial_bytes: 256 << 10,
@@ -71,6 +75,22 @@ pub struct Request<'a, M> {
     /// Factor of each rank's contribution, for [`ReduceOp::PremulSum`](sumac_hal::op::ReduceOp::PremulSum); empty for
     /// factors of 1.
     pub scalars: &'a [f64],
+}
+
+/// What the operations of `ranks` ranks are selected by, with the constants of this table.
+pub(super) fn selection_context(
+    ranks: u32,
+    options: &GroupOptions,
+    table: CostTable,
+    no_tree: &str,
+) -> Result<SelectionContext, GpuError> {
+    let invalid = |error: &dyn fmt::Display| GpuError::Invalid(format!("a group of {ranks} ranks: {error}"));
+    let GroupOptions { order, shape, .. } = *options;
+    let children = (0..ranks).map(|rank| Child::Rank(Rank(rank))).collect();
+    shape.check(ranks).map_err(|error| invalid(&error))?;
+    let declared = Declared::new(vec![children], ranks, order, shape).map_err(|error| invalid(&error))?;
+    let tree = Err(no_tree.into());
+    Ok(SelectionContext { ranks, ranks_per_host: 1, shape, order, tree, table, declared })
 }
 
 /// Several ranks on one GPU, each with its own stream. See [`super`].
@@ -107,20 +127,11 @@ impl<G: Gpu> Group<G> {
     /// Set up `ranks` ranks on a GPU.
     ///
     /// # Errors
-    /// [`GpuError::Invalid`] for no ranks; the driver's error.
+    /// [`GpuError::Invalid`] for no ranks, or a shape that does not fit them; the driver's error.
     pub fn new(gpu: G, ranks: u32, options: GroupOptions) -> Result<Self, GpuError> {
-        let children = (0..ranks).map(|rank| Child::Rank(Rank(rank))).collect();
-        let declared = Declared::new(vec![children], ranks, options.order, schedule::Shape::Line)
-            .map_err(|error| GpuError::Invalid(format!("a group of {ranks} ranks: {error}")))?;
-        let selection = SelectionContext {
-            ranks,
-            ranks_per_host: 1,
-            shape: schedule::Shape::Line,
-            order: options.order,
-            tree: Err("the ranks are on one GPU, which no device of the network sees".into()),
-            table: contended_table(&options.table, ranks),
-            declared,
-        };
+        let table = contended_table(&options.table, ranks);
+        let no_tree = "the ranks are on one GPU, which no device of the network sees";
+        let selection = selection_context(ranks, &options, table, no_tree)?;
         let each = (0..ranks).map(|_| gpu.stream()).collect::<Result<_, _>>()?;
         let streams = Streams { hub: gpu.stream()?, each };
         Ok(Self {

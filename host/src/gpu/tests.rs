@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::exec::tests::{contribution, expected};
+use crate::schedule::Shape;
 use crate::select::Algo;
 use std::time::{Duration, Instant};
 use sumac_hal::ctrl::Order;
@@ -11,6 +12,7 @@ use sumac_hal::op::{Collective, Dtype, OpDesc, Path, ReduceOp};
 mod completion;
 mod errors;
 mod programs;
+mod shapes;
 mod staging;
 mod traces;
 
@@ -21,6 +23,7 @@ fn small() -> GroupOptions {
     let table = crate::select::CostTable::gpu();
     GroupOptions {
         order: Order::Arrival,
+        shape: Shape::Line,
         table,
         piece_bytes: 64,
         serial_bytes: 0,

@@ -6,8 +6,8 @@ use crate::gpu::buffers::{GpuBuffers, check};
 use crate::gpu::error::GpuError;
 use crate::gpu::plan::{Plan, Prepared, Scaling};
 use crate::gpu::program::Program;
-use crate::schedule::tree::Tree;
-use crate::schedule::{self, ALGORITHMS, Place, Problem, Schedule};
+use crate::schedule::{ALGORITHMS, Place, Problem, Schedule};
+use crate::select::SelectionContext;
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
 use sumac_hal::op::{OpDesc, Path, ReduceOp};
@@ -78,7 +78,7 @@ impl<G: Gpu> Group<G> {
         }
         let (desc, path, is_in_place) = shape;
         let kernel = kernel_of(&desc)?;
-        let schedules = schedules(&desc, path, self.ranks, self.selection.declared.tree())?;
+        let schedules = schedules(&desc, path, &self.selection)?;
         let piece_bytes = self.options.piece_bytes;
         let program = Program::new(&schedules, desc.element_bytes(), kernel.as_ref(), is_in_place, piece_bytes)?;
         let code = kernel.map(|kernel| self.code(kernel)).transpose()?;
@@ -119,8 +119,13 @@ pub(in crate::gpu) fn kernel_of(desc: &OpDesc) -> Result<Option<Kernel>, GpuErro
     Ok(Some(kernel))
 }
 
-/// Return the schedules of all `ranks` ranks for an operation on a path.
-pub(in crate::gpu) fn schedules(desc: &OpDesc, path: Path, ranks: u32, tree: &Tree) -> Result<Vec<Schedule>, GpuError> {
+/// Return the schedules of all ranks for an operation on a path.
+pub(in crate::gpu) fn schedules(
+    desc: &OpDesc,
+    path: Path,
+    selection: &SelectionContext,
+) -> Result<Vec<Schedule>, GpuError> {
+    let &SelectionContext { ranks, shape, ref declared, .. } = selection;
     let known = ALGORITHMS
         .iter()
         .find(|algorithm| algorithm.path() == path && algorithm.pattern.collective() == desc.collective);
@@ -129,7 +134,7 @@ pub(in crate::gpu) fn schedules(desc: &OpDesc, path: Path, ranks: u32, tree: &Tr
     if desc.root.0 >= ranks {
         return Err(GpuError::Invalid(format!("{desc} to {} in a group of {ranks}", desc.root)));
     }
-    let problem = |place| Problem { place, count, root: desc.root, tree, shape: schedule::Shape::Line };
+    let problem = |place| Problem { place, count, root: desc.root, tree: declared.tree(), shape };
     Ok(Place::all(ranks).map(|place| (algorithm.schedule)(&problem(place))).collect())
 }
 

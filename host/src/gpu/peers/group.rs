@@ -6,18 +6,15 @@ use super::resources::create_pages;
 use super::select::{PeerExplanation, PeerSelection, PeerTransport};
 use super::{Bootstrap, PeerError, PeerFacts, Peered, WhyStaged, page};
 use crate::gpu::buffers::{GpuBuffers, check};
-use crate::gpu::group::{GroupOptions, SpinWait, contended_table};
+use crate::gpu::group::{GroupOptions, SpinWait, contended_table, selection_context};
 use crate::gpu::nccl::Nccl;
 use crate::gpu::staged::Staging;
 use crate::gpu::trace::{Kind, Timeline, Trace};
 use crate::gpu::{GpuCanceller, GpuError, Part};
-use crate::plan::Child;
-use crate::schedule::Shape;
-use crate::select::{Algo, Constants, CostTable, Declared, Origin, SelectionContext};
+use crate::select::{Algo, Constants, CostTable, Origin, SelectionContext};
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
-use sumac_hal::ids::Rank;
 use sumac_hal::op::{OpDesc, Path};
 use sumac_hal::reduce::Kernel;
 
@@ -152,18 +149,9 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
     pub fn join(gpu: G, bootstrap: B, options: PeerOptions, deadline: Instant) -> Result<Self, PeerError> {
         let (me, ranks) = (bootstrap.rank() as usize, bootstrap.ranks());
         let (facts, network) = hello(&gpu, &bootstrap, &options, deadline)?;
-        let children = (0..ranks).map(|rank| Child::Rank(Rank(rank))).collect();
-        let declared = Declared::new(vec![children], ranks, options.group.order, Shape::Line)
-            .map_err(|error| GpuError::Invalid(format!("a group of {ranks} ranks: {error}")))?;
-        let selection = SelectionContext {
-            ranks,
-            ranks_per_host: 1,
-            shape: Shape::Line,
-            order: options.group.order,
-            tree: Err("transfers between GPUs do not pass through the network".into()),
-            table: contended_table(&options.group.table, ranks_on_busiest_gpu(&facts)),
-            declared,
-        };
+        let table = contended_table(&options.group.table, ranks_on_busiest_gpu(&facts));
+        let no_tree = "transfers between GPUs do not pass through the network";
+        let selection = selection_context(ranks, &options.group, table, no_tree)?;
         let direct = match first_reason(&facts) {
             Some(why) => Err(why),
             None if !options.direct => Err(WhyStaged::Asked),

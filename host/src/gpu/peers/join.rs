@@ -85,8 +85,9 @@ pub(super) fn hello<G: Peered>(
 ) -> Result<(Vec<PeerFacts>, Option<NetworkCost>), PeerError> {
     let group = &options.group;
     let same = format!(
-        "order {:?}, table {}, pieces of {}, chunks of {}, direct: {}, network first: {}, NCCL: {}",
+        "order {:?}, shape {}, table {}, pieces of {}, chunks of {}, direct: {}, network first: {}, NCCL: {}",
         group.order,
+        group.shape,
         group.table.version,
         group.piece_bytes,
         options.chunk_bytes,

@@ -19,7 +19,7 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
             return Ok(Arc::clone(plan));
         }
         let kernel = kernel_of(desc)?;
-        let schedules = schedules(desc, path, self.facts.len() as u32, self.selection.declared.tree())?;
+        let schedules = schedules(desc, path, &self.selection)?;
         let pieces = self.options.group.piece_bytes;
         let program = Program::new(&schedules, desc.element_bytes(), kernel.as_ref(), true, pieces)?;
         let code = match kernel {

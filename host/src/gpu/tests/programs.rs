@@ -7,9 +7,13 @@ use sumac_hal::ids::Rank;
 use sumac_hal::op::{Dtype, ReduceOp};
 
 fn schedules(name: &str, ranks: u32, count: usize) -> Vec<Schedule> {
+    schedules_in(name, Shape::Line, ranks, count)
+}
+
+fn schedules_in(name: &str, shape: Shape, ranks: u32, count: usize) -> Vec<Schedule> {
     let tree = Tree::flat(ranks, Order::TreeFold).expect("a tree");
     let algorithm = crate::schedule::Algorithm::named(name).expect("known");
-    let problem = |place| Problem { place, count, root: Rank(ranks - 1), tree: &tree, shape: Shape::Line };
+    let problem = |place| Problem { place, count, root: Rank(ranks - 1), tree: &tree, shape };
     Place::all(ranks).map(|place| (algorithm.schedule)(&problem(place))).collect()
 }
 
@@ -17,10 +21,14 @@ fn schedules(name: &str, ranks: u32, count: usize) -> Vec<Schedule> {
 fn programs_have_no_races() {
     let kernel = sumac_hal::reduce::Kernel::new(Dtype::Bf16, ReduceOp::Sum);
     let wide = sumac_hal::reduce::Kernel::new(Dtype::F32, ReduceOp::Sum);
+    let grids = ["2x2", "servers:2", "2x3", "2x4", "2x2x2", "servers:4"].map(|text| text.parse().expect("a shape"));
     for algorithm in ALGORITHMS {
-        for ranks in 1..=8 {
+        for (ranks, shape) in (1..=8).flat_map(|ranks| {
+            let fitting = grids.into_iter().filter(move |shape: &Shape| shape.check(ranks).is_ok());
+            std::iter::once(Shape::Line).chain(fitting).map(move |shape| (ranks, shape))
+        }) {
             for (count, piece_bytes, kernel, each) in [(97, 64, kernel, 2), (64, usize::MAX / 2, wide, 4)] {
-                let schedules = schedules(algorithm.name, ranks, count);
+                let schedules = schedules_in(algorithm.name, shape, ranks, count);
                 for is_in_place in [false, true] {
                     let program = Program::new(&schedules, each, kernel.as_ref(), is_in_place, piece_bytes);
                     // Some broadcasts and gathers cannot run in place; those are errors, not programs.
@@ -28,7 +36,7 @@ fn programs_have_no_races() {
                         assert!(is_in_place, "{}", algorithm.name);
                         continue;
                     };
-                    assert_eq!(program.races(), None, "{} of {ranks}", algorithm.name);
+                    assert_eq!(program.races(), None, "{} of {ranks}, {shape}", algorithm.name);
                 }
             }
         }

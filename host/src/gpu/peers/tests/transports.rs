@@ -21,6 +21,28 @@ fn once(board: &Board, gpus: &[FakeGpu], options: &PeerOptions, algo: Algo) -> V
     })
 }
 
+#[test]
+fn algorithms_of_dimensions_run_in_the_shape_of_all_ranks() {
+    let shaped = |text: &str| {
+        let group = GroupOptions { shape: text.parse().expect("a shape"), ..small().group };
+        PeerOptions { group, ..small() }
+    };
+    for (text, algo) in [("2x2", Algo::Torus2d), ("2x2", Algo::Mesh2d), ("servers:2", Algo::HierarchicalRing)] {
+        for outcome in once(&Board::new(4), &processes(3, &[0, 1, 2, 3]), &shaped(text), algo) {
+            assert!(
+                matches!(outcome.transport, PeerTransport::Direct(path) if path.name() == algo.name()),
+                "{outcome:?}"
+            );
+        }
+    }
+    let board = Board::new(2);
+    let refusals = on_ranks(&board, &processes(3, &[0, 1]), |gpu, board_rank| {
+        let options = shaped(if board_rank.rank == 0 { "line" } else { "servers:1" });
+        PeerGroup::join(gpu, board_rank, options, long_deadline()).map(|_| ()).expect_err("other shapes").to_string()
+    });
+    assert!(refusals.iter().all(|why| why.contains("shape servers:1")), "{refusals:?}");
+}
+
 /// Same bits as the schedule in one process, for types whose sums round too.
 #[test]
 fn schedules_give_the_bits_of_a_single_process() {
