@@ -106,7 +106,8 @@ impl Partial<'_, '_> {
         false
     }
 
-    /// All shortest routes; of parallel cables that are loaded equally, one.
+    /// All shortest routes; of parallel cables that carry no edge of this tree and cost the same, one. Cables with edges
+    /// differ: the other edge of one may be on the slowest way.
     fn routes(&self, from: u32, to: u32, load: &Load<'_>) -> Vec<Vec<LinkId>> {
         let (index, routing) = (self.search.index, self.search.routing);
         let distances = self.search.all_distances(to);
@@ -120,15 +121,18 @@ impl Partial<'_, '_> {
                 continue;
             }
             for (hop, has_gone_down) in distances.next(index, routing, at) {
-                let mut known: Vec<f64> = Vec::new();
+                let mut unused: Vec<f64> = Vec::new();
                 for link in index.cables(hop) {
                     let cost = load.byte_s(*link, 1);
-                    if !known.contains(&cost) {
-                        known.push(cost);
-                        let mut longer: Vec<LinkId> = route.clone();
-                        longer.push(*link);
-                        open.push(((hop.to, has_gone_down), longer));
+                    if load.own(*link) == 0 {
+                        if unused.contains(&cost) {
+                            continue;
+                        }
+                        unused.push(cost);
                     }
+                    let mut longer: Vec<LinkId> = route.clone();
+                    longer.push(*link);
+                    open.push(((hop.to, has_gone_down), longer));
                 }
             }
         }

@@ -92,3 +92,19 @@ fn forwarding_device_is_the_way_around_a_slow_cable() {
     assert_eq!((plan.root().name.as_str(), plan.levels), ("s3", 3));
     compare_with_brute_force(&fabric, &HostSelection::All).expect("the optimum");
 }
+
+#[test]
+fn edges_share_the_cable_where_they_cost_least() {
+    // Three edges over two cables between s3 and s0: the one of h3, whose cable is slow, gets one for itself.
+    let toml = "switch = [{ name = \"s0\", aggregation = true }, { name = \"s1\", aggregation = true },\n\
+                { name = \"s2\", aggregation = true }, { name = \"s3\", aggregation = true },\n\
+                { name = \"s5\", aggregation = true }]\n\
+                host = [{ name = \"h0\" }, { name = \"h1\" }, { name = \"h2\" }, { name = \"h3\" }]\n\
+                link = [{ ends = [\"s0\", \"s2\"], rate_gbits = 2.5 }, { ends = [\"s0\", \"s3\"], rate_gbits = 100 },\n\
+                { ends = [\"s0\", \"s3\"], rate_gbits = 100 }, { ends = [\"s1\", \"h0\"], rate_gbits = 100 },\n\
+                { ends = [\"s1\", \"s3\"], rate_gbits = 100 }, { ends = [\"s2\", \"h1\"], rate_gbits = 100 },\n\
+                { ends = [\"s3\", \"h2\"], rate_gbits = 100 }, { ends = [\"s3\", \"s5\"], rate_gbits = 100 },\n\
+                { ends = [\"s5\", \"h3\"], rate_gbits = 25 }]\n";
+    let fabric = Fabric::from_toml(toml).expect("valid");
+    compare_with_brute_force(&fabric, &HostSelection::All).expect("the optimum");
+}
