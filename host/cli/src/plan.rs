@@ -65,6 +65,9 @@ pub(crate) struct PlanArgs {
 
 /// Print what is asked for.
 pub(crate) fn run(args: &PlanArgs) -> Result<(), Failure> {
+    if args.algorithm.shape.is_some() && args.algorithm.algo.is_none() && !args.explain {
+        return Err(Failure::Input(anyhow!("--shape: only --algo and --explain use it")));
+    }
     let text = match args.algorithm.algo {
         Some(algo) => args.algorithm.text(algo, args.json)?,
         None => plan(args)?,
@@ -160,7 +163,9 @@ impl Request<'_> {
         let explanation = match self.args.explain {
             true => {
                 let limits = self.limits(self.fabric, size(self.args))?;
-                Some(planner.explain(&self.hosts, &limits, &trees).map_err(Failure::input)?)
+                let shape = self.args.algorithm.shape();
+                self.check_shape(&trees)?;
+                Some(planner.explain(&self.hosts, &limits, (&trees, shape)).map_err(Failure::input)?)
             }
             false => None,
         };
@@ -184,6 +189,13 @@ impl Request<'_> {
             let _ = write!(text, "\n{}", explanation.to_text());
         }
         Ok(text)
+    }
+
+    /// Check that the hosts can lie as --shape says.
+    fn check_shape(&self, trees: &Trees) -> Result<(), Failure> {
+        let ranks = trees.trees[0].plan.ranks.len() as u32;
+        let checked = self.args.algorithm.shape().check(ranks);
+        checked.map_err(|why| Failure::Input(anyhow!("--shape: {why}")))
     }
 
     /// Plan on the rest of the fabric, and list what moves.

@@ -48,12 +48,14 @@ fn generated_fabric_is_shown_planned_and_compared() {
     let json: Value = serde_json::from_str(&printed(&[&trees[..], &["--json"]].concat())).expect("JSON");
     assert_eq!(json["rate"]["gbits"], 800.0);
     let explained = printed(&[&trees[..], &["--explain"]].concat());
-    for line in ["algorithms, in the order of ranks:", "fastest: ", "  halving-doubling", "    1 GiB", "root "] {
+    for line in ["algorithms, in the order of ranks:", "fastest: ", "  hd ", "  seconds of ", "root "] {
         assert!(explained.lines().any(|explained| explained.starts_with(line)), "{line} not in\n{explained}");
     }
     let explained: Value =
         serde_json::from_str(&printed(&[&trees[..], &["--explain", "--json"]].concat())).expect("JSON");
     assert_eq!(explained["explanation"]["algorithms"][1]["name"], "2 trees");
+    let shaped = printed(&[&trees[..], &["--explain", "--shape", "2x4"]].concat());
+    assert!(shaped.lines().any(|line| line.starts_with("  2d-torus") && line.contains("; load 1.75")), "{shaped}");
     assert_eq!(explained["rate"], json["rate"]);
     assert_eq!((&json["share"], &json["further_trees"][0]["share"]), (&0.5.into(), &0.5.into()));
     let ends = |tree: &Value| tree["paths"][0]["cables"][0]["ends"].clone();

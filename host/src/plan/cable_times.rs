@@ -2,42 +2,55 @@
 
 use super::cost::byte_s;
 use super::index::FabricIndex;
-use super::{Limits, Plan, evaluate, ring};
+use super::{Limits, Plan, counted, evaluate, ring};
+use crate::schedule::Shape;
 use crate::topo::{Fabric, LinkId};
 use std::collections::BTreeMap;
+use sumac_hal::op::Path;
 
-/// Up to how many ranks the routes of all messages are followed. Beyond, only the cables of hosts count: on a fabric of
-/// 100,000 hosts, 64 ranks below different leaves took 0.3 s.
-const ROUTED_MAX: usize = 16;
+/// Up to how many ranks times switches the routes of all messages are followed: 16 ranks on a fabric of 100,000 hosts, and
+/// 256 on one of 10,000. Beyond, only the cables of hosts count: 64 ranks below different leaves took 0.3 s on 100,000.
+const ROUTED_MAX: usize = 1 << 17;
+/// Up to how many messages an algorithm's routes are followed: halving-doubling of 256 ranks has 4096.
+const MESSAGES_MAX: f64 = 4096.0;
 
 /// Seconds per byte over the busiest cable of each algorithm. See [`LinkFacts`](crate::select::LinkFacts).
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub(crate) struct CableTimes {
     pub(crate) tree_s: f64,
-    pub(crate) ring_s: f64,
-    pub(crate) halving_doubling_s: f64,
-    pub(crate) doubling_s: f64,
+    /// Of a byte that a rank sends.
+    pub(crate) schedules_s: Vec<(Path, f64)>,
+    /// The same by an algorithm that is not listed.
+    pub(crate) others_s: f64,
 }
 
 impl CableTimes {
     pub(super) fn new(
         fabric: &Fabric,
         index: &FabricIndex,
-        (plan, places): (&Plan, &[usize]),
+        (plan, places, shape): (&Plan, &[usize], Shape),
         limits: &Limits,
     ) -> Option<Self> {
         if index.unrated > 0 {
             return None;
         }
         let tree_s = evaluate::Evaluation::new(fabric, plan, limits).busiest_byte_s();
-        if places.len() > ROUTED_MAX {
-            let own = own_cables_s(fabric, (plan, places), limits);
-            return Some(Self { tree_s, ring_s: own, halving_doubling_s: own, doubling_s: own });
+        if places.len() * fabric.switches().len() > ROUTED_MAX {
+            let others_s = own_cables_s(fabric, (plan, places), limits);
+            return Some(Self { tree_s, schedules_s: Vec::new(), others_s });
         }
-        let all = ring::algorithms_at(fabric, index, (plan, places), &limits.pricing)?;
-        let of = |name| all.iter().find(|one| one.name == name).map_or(0.0, ring::HostAlgorithm::byte_s);
-        let [ring_s, halving_doubling_s, doubling_s] = ["ring", "halving-doubling", "recursive doubling"].map(of);
-        Some(Self { tree_s, ring_s, halving_doubling_s, doubling_s })
+        let mut job = ring::Job::new(fabric, index, (plan, places), &limits.pricing);
+        let mut all = ring::algorithms(&mut job)?;
+        all.extend(counted::counted(&mut job, shape, &all, MESSAGES_MAX)?);
+        let schedules_s: Vec<_> = all.iter().map(|algorithm| (algorithm.path, algorithm.byte_s())).collect();
+        let doubling = schedules_s.iter().find(|(path, _)| *path == Path::RecursiveDoubling);
+        Some(Self { tree_s, others_s: doubling.map_or(0.0, |(_, byte_s)| *byte_s), schedules_s })
+    }
+
+    /// Seconds of a byte that a rank sends by an algorithm.
+    #[cfg(test)]
+    pub(super) fn schedule_s(&self, path: Path) -> f64 {
+        self.schedules_s.iter().find(|(known, _)| *known == path).map_or(self.others_s, |(_, byte_s)| *byte_s)
     }
 }
 

@@ -4,7 +4,8 @@
 use super::render::{bytes, cable, plural, seconds};
 use super::search::{RunnerUp, runners_up};
 use super::select::Ranks;
-use super::{Limits, PlanError, Trees, evaluate, index::FabricIndex, ring};
+use super::{Limits, PlanError, Trees, counted, evaluate, index::FabricIndex, ring};
+use crate::schedule::Shape;
 use crate::topo::Fabric;
 use serde::Serialize;
 use std::fmt::Write as _;
@@ -29,6 +30,8 @@ pub struct Algorithm {
     pub steps: u64,
     /// What limits it for long messages: a cable and what it carries.
     pub limit: String,
+    /// What the busiest cables of all steps carry together, in lengths of the message; `None` for trees.
+    pub load: Option<f64>,
     /// The predicted seconds for each power of two from 8 B to 1 GiB.
     pub times: Vec<SizeTime>,
 }
@@ -62,9 +65,11 @@ pub struct OtherRoot {
     pub reason: String,
 }
 
+/// Up to how many messages an algorithm's routes are followed: those of every algorithm for 64 ranks.
+const MESSAGES_MAX: f64 = 24_576.0;
 /// From 8 B to 1 GiB.
 const POWERS: std::ops::RangeInclusive<u32> = 3..=30;
-/// The sizes of a table's lines are so many powers of two apart.
+/// The sizes of a table are so many powers of two apart.
 const LINE_EVERY: usize = 3;
 /// How many other roots are told.
 const ROOTS_MAX: usize = 16;
@@ -73,7 +78,7 @@ pub(super) fn explain(
     fabric: &Fabric,
     index: &FabricIndex,
     (ranks, limits): (&Ranks, &Limits),
-    trees: &Trees,
+    (trees, shape): (&Trees, Shape),
 ) -> Result<Explanation, PlanError> {
     let (plan, pricing) = (&trees.trees[0].plan, &limits.pricing);
     let times = |time: &dyn Fn(u64) -> f64| {
@@ -86,6 +91,7 @@ pub(super) fn explain(
         name: "tree".into(),
         steps: 2 * plan.levels as u64,
         limit,
+        load: None,
         times: times(&|bytes| tree.seconds(bytes)),
     }];
     if trees.trees.len() > 1 {
@@ -94,15 +100,27 @@ pub(super) fn explain(
             name: format!("{} trees", trees.trees.len()),
             steps: 2 * levels as u64,
             limit: trees.limit_text(fabric),
+            load: None,
             times: times(&|bytes| trees.seconds(fabric, limits, bytes)),
         });
     }
-    for algorithm in ring::algorithms(fabric, index, plan, pricing).unwrap_or_default() {
+    let places: Vec<usize> = (0..plan.ranks.len()).collect();
+    let mut job = ring::Job::new(fabric, index, (plan, &places), pricing);
+    let mut by_hosts = ring::algorithms(&mut job).unwrap_or_default();
+    by_hosts.extend(counted::counted(&mut job, shape, &by_hosts, MESSAGES_MAX).unwrap_or_default());
+    for algorithm in by_hosts {
         let limit = algorithm.busiest().map_or_else(String::new, |(link, count)| {
-            format!("{count} {} on the cable {}", plural(count as usize, "message"), cable(fabric, link))
+            let count = (count * 100.0).round() / 100.0;
+            format!("{count} {} on the cable {}", plural(count.ceil() as usize, "message"), cable(fabric, link))
         });
-        let times = times(&|bytes| algorithm.seconds(bytes, pricing));
-        algorithms.push(Algorithm { name: algorithm.name.into(), steps: algorithm.steps(), limit, times });
+        let (name, steps, load) = (algorithm.path.name().into(), algorithm.steps(), Some(algorithm.load()));
+        algorithms.push(Algorithm {
+            name,
+            steps,
+            limit,
+            load,
+            times: times(&|bytes| algorithm.seconds(bytes, pricing)),
+        });
     }
     let mut crossings: Vec<Crossing> = Vec::new();
     for nth in 0..algorithms[0].times.len() {
@@ -151,22 +169,21 @@ impl Explanation {
     pub fn to_text(&self) -> String {
         let mut text = String::from("algorithms, in the order of ranks:\n");
         for way in &self.algorithms {
-            let _ = writeln!(text, "  {:<19} {:>6} steps; {}", way.name, way.steps, way.limit);
+            let load = way.load.map_or(String::new(), |load| format!("load {load:.3}; "));
+            let _ = writeln!(text, "  {:<13} {:>6} steps; {load}{}", way.name, way.steps, way.limit);
         }
-        let _ = write!(text, "{:>9}", "size");
+        let sizes = || (0..self.algorithms[0].times.len()).step_by(LINE_EVERY);
+        let _ = write!(text, "  {:<13}", "seconds of");
+        for nth in sizes() {
+            let _ = write!(text, " {:>9}", bytes(self.algorithms[0].times[nth].bytes));
+        }
         for way in &self.algorithms {
-            let _ = write!(text, " {:>19}", way.name);
-        }
-        text.push_str("  fastest\n");
-        for nth in (0..self.algorithms[0].times.len()).step_by(LINE_EVERY) {
-            let size = self.algorithms[0].times[nth].bytes;
-            let _ = write!(text, "{:>9}", bytes(size));
-            for way in &self.algorithms {
-                let _ = write!(text, " {:>19}", seconds(way.times[nth].seconds));
+            let _ = write!(text, "\n  {:<13}", way.name);
+            for nth in sizes() {
+                let _ = write!(text, " {:>9}", seconds(way.times[nth].seconds));
             }
-            let best = self.crossings.iter().rev().find(|crossing| crossing.from_bytes <= size);
-            let _ = writeln!(text, "  {}", best.map_or("", |best| best.algorithm.as_str()));
         }
+        text.push('\n');
         let crossings = self.crossings.iter().map(|one| format!("{} from {}", one.algorithm, bytes(one.from_bytes)));
         let _ = writeln!(text, "fastest: {}", crossings.collect::<Vec<_>>().join(", "));
         for other in &self.roots {

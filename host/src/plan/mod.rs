@@ -28,6 +28,7 @@ mod aligned;
 mod bound;
 mod cable_times;
 mod cost;
+mod counted;
 mod error;
 mod evaluate;
 mod explain;
@@ -59,6 +60,7 @@ pub use select::HostSelection;
 pub use trees::{PlannedTree, Trees, TreesLimit};
 pub use verify::{Violation, verify, verify_trees};
 
+use crate::schedule::Shape;
 use crate::topo::{Fabric, HostId, LinkId, SwitchId};
 use index::FabricIndex;
 use serde::{Deserialize, Serialize};
@@ -255,18 +257,28 @@ impl<'f> Planner<'f> {
     }
 
     /// Explain trees that were planned for these hosts within these limits: what other algorithms would take, and why
-    /// other roots lost.
+    /// other roots lost. Algorithms of several dimensions need the shape of the hosts, in the order of ranks.
     ///
     /// # Errors
     /// [`PlanError`], as for the plan.
-    pub fn explain(&self, hosts: &HostSelection, limits: &Limits, trees: &Trees) -> Result<Explanation, PlanError> {
-        explain::explain(self.fabric, &self.index, (&self.resolve(hosts)?, limits), trees)
+    pub fn explain(
+        &self,
+        hosts: &HostSelection,
+        limits: &Limits,
+        (trees, shape): (&Trees, Shape),
+    ) -> Result<Explanation, PlanError> {
+        explain::explain(self.fabric, &self.index, (&self.resolve(hosts)?, limits), (trees, shape))
     }
 
     /// How long bytes take over the cables of a plan that was made within these limits, by each algorithm. `places` has
     /// each rank's adapter: that of a rank of the plan, by its index. `None` if the rate of a cable is not known.
-    pub(crate) fn cable_times(&self, plan: &Plan, limits: &Limits, places: &[usize]) -> Option<CableTimes> {
-        CableTimes::new(self.fabric, &self.index, (plan, places), limits)
+    pub(crate) fn cable_times(
+        &self,
+        plan: &Plan,
+        limits: &Limits,
+        (places, shape): (&[usize], Shape),
+    ) -> Option<CableTimes> {
+        CableTimes::new(self.fabric, &self.index, (plan, places, shape), limits)
     }
 
     /// The predicted seconds of a ring over the hosts, in the order of ranks, for a message of so many bytes. `None` if

@@ -15,23 +15,59 @@ use sumac_hal::op::Path;
 pub struct LinkFacts {
     /// A byte of an operation in the tree, over cables and devices' ports.
     pub tree_byte_ps: u64,
-    /// A byte that a rank sends to the next one of a ring.
-    pub ring_byte_ps: u64,
-    /// A byte that a rank sends by halving-doubling.
-    pub halving_doubling_byte_ps: u64,
-    /// A byte that a rank sends by recursive doubling, or by any other algorithm.
-    pub doubling_byte_ps: u64,
+    /// A byte that a rank sends by a host algorithm.
+    pub schedule_byte_ps: PathTimes,
+    /// The same by an algorithm whose routes were not followed.
+    pub others_byte_ps: u64,
+}
+
+/// A time for each of some paths.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "Vec<(Path, u64)>", into = "Vec<(Path, u64)>")]
+pub struct PathTimes {
+    /// By the path's number; [`UNKNOWN`] for the others.
+    by_number: [u64; PATHS_MAX],
+}
+
+/// Above the numbers of all paths.
+const PATHS_MAX: usize = 64;
+const UNKNOWN: u64 = u64::MAX;
+
+impl FromIterator<(Path, u64)> for PathTimes {
+    fn from_iter<T: IntoIterator<Item = (Path, u64)>>(times: T) -> Self {
+        let mut by_number = [UNKNOWN; PATHS_MAX];
+        for (path, time) in times {
+            if let Some(known) = by_number.get_mut(path as usize) {
+                *known = time;
+            }
+        }
+        Self { by_number }
+    }
+}
+
+impl From<Vec<(Path, u64)>> for PathTimes {
+    fn from(times: Vec<(Path, u64)>) -> Self {
+        times.into_iter().collect()
+    }
+}
+
+impl From<PathTimes> for Vec<(Path, u64)> {
+    fn from(times: PathTimes) -> Self {
+        Path::ALL.iter().filter_map(|&path| Some((path, times.get(path)?))).collect()
+    }
+}
+
+impl PathTimes {
+    /// The time of a path, if it is known.
+    pub fn get(&self, path: Path) -> Option<u64> {
+        self.by_number.get(path as usize).copied().filter(|time| *time != UNKNOWN)
+    }
 }
 
 impl LinkFacts {
     /// Seconds per byte that a rank sends by a host algorithm.
-    pub(super) const fn schedule_byte_s(&self, path: Path) -> f64 {
-        let ps = match path {
-            Path::Ring => self.ring_byte_ps,
-            Path::HalvingDoubling => self.halving_doubling_byte_ps,
-            _ => self.doubling_byte_ps,
-        };
-        ps as f64 * 1e-12
+    pub(super) fn schedule_byte_s(&self, path: Path) -> f64 {
+        self.schedule_byte_ps.get(path).unwrap_or(self.others_byte_ps) as f64 * 1e-12
     }
 
     /// How many bytes of an operation the tree takes in this time.

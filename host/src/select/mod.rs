@@ -50,7 +50,7 @@ pub use curve::{Curve, CurveKind, Point, RankPlacement};
 pub use declared::Declared;
 pub use file::CostFileError;
 pub use fit::{FitError, Fitted, Sample, fit, predict};
-pub use links::LinkFacts;
+pub use links::{LinkFacts, PathTimes};
 pub use overrides::{Override, OverrideError};
 pub use table::{Constants, CostTable, Origin};
 

@@ -155,12 +155,8 @@ fn operation_takes_no_less_time_than_its_busiest_cable() {
         let context = SelectionContext { table: CostTable::data_sheets(), ..context(4, tree) };
         [Path::Tree, Path::Ring, Path::HalvingDoubling, Path::Binomial].map(|path| cost(&context, &sum(1 << 20), path))
     };
-    let links = LinkFacts {
-        tree_byte_ps: 8_000,
-        ring_byte_ps: 1_000,
-        halving_doubling_byte_ps: 2_000,
-        doubling_byte_ps: 3_000,
-    };
+    let known = [(Path::Ring, 1_000), (Path::HalvingDoubling, 2_000)];
+    let links = LinkFacts { tree_byte_ps: 8_000, schedule_byte_ps: known.into_iter().collect(), others_byte_ps: 3_000 };
     let n = f64::from(4 << 20);
     let near = |found: Result<f64, RuledOut>, expected: f64| {
         let found = found.expect("possible");
@@ -172,7 +168,8 @@ fn operation_takes_no_less_time_than_its_busiest_cable() {
     near(halving, 4.0 * 12e-6 + 1.5 * n * 2e-9);
     near(binomial, 4.0 * 12e-6 + 4.0 * n * 3e-9);
     // Of cables that are faster than the data sheets', only combining is left, which devices do meanwhile.
-    let fast = LinkFacts { tree_byte_ps: 1, ring_byte_ps: 1, halving_doubling_byte_ps: 1, doubling_byte_ps: 1 };
+    let none = PathTimes::from_iter([]);
+    let fast = LinkFacts { tree_byte_ps: 1, schedule_byte_ps: none, others_byte_ps: 1 };
     let [tree, ring, ..] = of_data_sheets(TreeFacts { links: Some(fast), ..TREE });
     near(tree, 4.0 * 12e-6 + n * 1e-12);
     near(ring, 6.0 * 12e-6 + 0.75 * n * 0.02e-9);
@@ -182,11 +179,34 @@ fn operation_takes_no_less_time_than_its_busiest_cable() {
         cost(&SelectionContext { table, ..context(4, TreeFacts { links, ..TREE }) }, &sum(60), Path::Ring)
     };
     assert_eq!(calibrated(Some(links)), calibrated(None));
-    let slow = LinkFacts { ring_byte_ps: 2_000_000_000_000, ..links };
+    let slow = LinkFacts { schedule_byte_ps: none, others_byte_ps: 2_000_000_000_000, ..links };
     assert_eq!(calibrated(Some(slow)), Ok(6.0 + 2.0 * 360.0));
     // Ranks that share memory with their only device send nothing over cables.
     let here = TreeFacts { levels: 1, zero_copy_ranks: 4, links: Some(links), ..TREE };
     assert_eq!(of_data_sheets(here)[0], of_data_sheets(TreeFacts { links: None, ..here })[0]);
+}
+
+/// 256 ranks of a dragonfly, as `plan` counts them: in groups of 20, and in aligned ones of 16.
+#[test]
+fn butterfly_is_chosen_by_what_cables_between_groups_carry() {
+    let chosen = |halving_doubling_ps, bine_ps| {
+        let known = [(Path::HalvingDoubling, halving_doubling_ps), (Path::Bine, bine_ps)];
+        let (slow, schedule_byte_ps) = (100_000, known.into_iter().collect());
+        let links = LinkFacts { tree_byte_ps: slow, schedule_byte_ps, others_byte_ps: slow };
+        let tree = TreeFacts { links: Some(links), ..TREE };
+        let context = SelectionContext { table: CostTable::data_sheets(), ..context(256, tree) };
+        explain(&context, &sum(1 << 24), Algo::Auto).chosen
+    };
+    assert_eq!(chosen(210, 117), Some(Path::Bine));
+    assert_eq!(chosen(99, 109), Some(Path::HalvingDoubling));
+}
+
+#[test]
+fn times_of_paths_survive_serialization() {
+    let times: PathTimes = [(Path::Bine, 7), (Path::Ring, 0)].into_iter().collect();
+    let bytes = postcard::to_stdvec(&times).expect("serialized");
+    assert_eq!(postcard::from_bytes::<PathTimes>(&bytes), Ok(times));
+    assert_eq!((times.get(Path::Bine), times.get(Path::Ring), times.get(Path::Nhr)), (Some(7), Some(0), None));
 }
 
 /// Nobody has calibrated the network, and no fabric is known.

@@ -36,9 +36,9 @@ pub(crate) struct AlgorithmArgs {
     /// Root of the collective of --algo
     #[arg(long, value_name = "RANK", default_value_t = 0, requires = "algo")]
     root: u32,
-    /// How the ranks of --algo lie: line, a grid as 2x4, or servers:4
-    #[arg(long, value_name = "SHAPE", default_value_t = Shape::Line, requires = "algo")]
-    shape: Shape,
+    /// How the ranks of --algo or --explain lie: line, a grid as 2x4, or servers:4 [default: line]
+    #[arg(long, value_name = "SHAPE", value_parser = clap::value_parser!(Shape))]
+    pub(super) shape: Option<Shape>,
     /// Count what --algo loads onto each link: torus or mesh, of the dimensions of the shape, full-mesh,
     /// dragonfly:GROUP, with +OFFSET where rank 0 is not the first of its group, or fat-tree:LEAFxSPINES
     #[arg(long, value_name = "TOPOLOGY", requires = "algo")]
@@ -165,7 +165,7 @@ impl AlgorithmArgs {
     /// # Errors
     /// Invalid input.
     pub(super) fn text(&self, algo: Choice<Path>, is_json: bool) -> Result<String, Failure> {
-        self.shape.check(self.ranks).map_err(|why| Failure::Input(anyhow!("--shape: {why}")))?;
+        self.shape().check(self.ranks).map_err(|why| Failure::Input(anyhow!("--shape: {why}")))?;
         if self.root >= self.ranks {
             return Err(Failure::Input(anyhow!("--root {}: ranks count from 0 to {}", self.root, self.ranks - 1)));
         }
@@ -176,6 +176,11 @@ impl AlgorithmArgs {
             }
             (Choice::One(path), _) => self.print(self.algorithm(path).map_err(Failure::Input)?, is_json),
         }
+    }
+
+    /// How the ranks lie.
+    pub(super) fn shape(&self) -> Shape {
+        self.shape.unwrap_or_default()
     }
 
     /// Return the algorithm of a family for the collective.
@@ -193,21 +198,21 @@ impl AlgorithmArgs {
 
     /// Check that the ranks lie as an algorithm needs it.
     fn check(&self, algorithm: &Algorithm) -> anyhow::Result<()> {
-        let fits = !algorithm.needs_dimensions() || self.shape.is_multidimensional(self.ranks);
+        let fits = !algorithm.needs_dimensions() || self.shape().is_multidimensional(self.ranks);
         ensure!(fits, "it needs at least two dimensions of at least two ranks; set --shape, as 2x4");
         Ok(())
     }
 
     /// The number of elements, unless it is given: as many as the algorithm divides without rest.
     fn count(&self, algorithm: &Algorithm) -> usize {
-        let dims = self.shape.dims(self.ranks).as_slice().len() as u64;
-        let divides_twice = self.shape != Shape::Line || matches!(algorithm.path(), Path::Swing | Path::SwingLatency);
+        let dims = self.shape().dims(self.ranks).as_slice().len() as u64;
+        let divides_twice = self.shape() != Shape::Line || matches!(algorithm.path(), Path::Swing | Path::SwingLatency);
         let each = if divides_twice { 2 * dims } else { 1 };
         usize::try_from(self.count.unwrap_or(u64::from(self.ranks) * each)).unwrap_or(usize::MAX)
     }
 
     fn cost(&self, algorithm: &Algorithm) -> Cost {
-        algorithm.cost(self.ranks, self.shape, self.count(algorithm))
+        algorithm.cost(self.ranks, self.shape(), self.count(algorithm))
     }
 
     /// The number of messages of all ranks, further pieces included.
@@ -218,7 +223,7 @@ impl AlgorithmArgs {
     /// Make all ranks' schedules, one at a time.
     fn schedules<'a>(&'a self, algorithm: &'static Algorithm, tree: &'a Tree) -> impl Iterator<Item = Schedule> + 'a {
         let problem =
-            |place| Problem { place, count: self.count(algorithm), root: Rank(self.root), tree, shape: self.shape };
+            |place| Problem { place, count: self.count(algorithm), root: Rank(self.root), tree, shape: self.shape() };
         Place::all(self.ranks).map(move |place| (algorithm.schedule)(&problem(place)))
     }
 
@@ -228,7 +233,7 @@ impl AlgorithmArgs {
     }
 
     fn loads(&self, algorithm: &'static Algorithm, links: Links, tree: &Tree) -> Loads {
-        Loads::count(self.schedules(algorithm, tree), &*links.topology(self.ranks, self.shape))
+        Loads::count(self.schedules(algorithm, tree), &*links.topology(self.ranks, self.shape()))
     }
 
     /// Print or draw one algorithm.
@@ -288,7 +293,7 @@ impl AlgorithmArgs {
             algo: algorithm.path().name(),
             collective: self.collective.name(),
             ranks: self.ranks,
-            shape: self.shape.to_string(),
+            shape: self.shape().to_string(),
             count: self.count(algorithm),
             steps: steps.iter().map(|step| step.iter().map(printed).collect()).collect(),
             links,
@@ -304,7 +309,7 @@ impl AlgorithmArgs {
             "{} of n elements, {} ranks, {}\n{:<14} {:>7} {:>13} {:>14}\n",
             self.collective.name(),
             self.ranks,
-            self.shape,
+            self.shape(),
             "algo",
             "steps",
             "sent / n",

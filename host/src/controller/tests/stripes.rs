@@ -5,8 +5,8 @@ use super::quotas::leave_job;
 use super::replan::{Raw, disconnect_device, no_tree_reason, replan, request, tree_of};
 use super::*;
 use crate::secret::JobSecret;
-use crate::select::LinkFacts;
 use crate::topo::{DevicePlace, Fabric, LeafSpine, Rate};
+use sumac_hal::op::Path;
 
 fn with_group_quota(groups: u64) -> Controller {
     let quotas = Quotas { other: Quota { groups: Some(groups), ..Quota::default() }, ..Quotas::default() };
@@ -109,15 +109,14 @@ fn membership_tells_what_cables_allow_the_tree_of_each_share() {
     let at = |request: JoinRequest| JoinRequest { host: Some(format!("h{}", request.rank.0)), ..request };
     let (_ranks, first) = join_both(&controller, |rank| at(job_request(rank, 2)));
     // A nanosecond a byte; both ranks' bytes pass the device's port.
-    let one = LinkFacts {
-        tree_byte_ps: 2_000,
-        ring_byte_ps: 1_000,
-        halving_doubling_byte_ps: 1_000,
-        doubling_byte_ps: 1_000,
-    };
-    assert_eq!((first.striping.shares.len(), tree_of(&first).facts.links), (2, Some(one)));
+    let links = |reply: &Membership| tree_of(reply).facts.links.expect("the rates are known");
+    let one = links(&first);
+    assert_eq!((first.striping.shares.len(), one.tree_byte_ps, one.others_byte_ps), (2, 2_000, 1_000));
+    for path in [Path::Ring, Path::HalvingDoubling, Path::Bine] {
+        assert_eq!(one.schedule_byte_ps.get(path), Some(1_000), "{path}");
+    }
     let (_stripe, second) = join_both(&controller, |rank| at(stripe_request(rank, 1)));
-    assert_eq!(tree_of(&second).facts.links, Some(one), "the first tree takes other bytes");
+    assert_eq!(links(&second), one, "the first tree takes other bytes");
 }
 
 /// Devices at the ports of hosts register by the names that plans have for them.

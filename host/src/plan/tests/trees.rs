@@ -3,6 +3,7 @@
 use super::*;
 use crate::topo::DevicePlace;
 use crate::topo::generate::{self, Rails};
+use sumac_hal::op::Path;
 
 /// Plan trees, verify each alone, and return them.
 fn planned_trees(fabric: &Fabric, hosts: &HostSelection, limits: &Limits, max_trees: usize) -> Trees {
@@ -195,9 +196,10 @@ fn cable_times_count_what_shares_the_busiest_cable() {
     let limits = Limits::default();
     let plan = planner.plan(&HostSelection::First(8), &limits).expect("a tree");
     let in_bytes = |places: &[usize]| {
-        let times = planner.cable_times(&plan, &limits, places).expect("all rates are known");
+        let times = planner.cable_times(&plan, &limits, (places, Shape::Line)).expect("all rates are known");
         let of_link = 8e-9 / 100.0;
-        [times.tree_s, times.ring_s, times.halving_doubling_s, times.doubling_s]
+        let of = |path| times.schedule_s(path);
+        [times.tree_s, of(Path::Ring), of(Path::HalvingDoubling), of(Path::RecursiveDoubling)]
             .map(|time| (time / of_link * 1e6).round() / 1e6)
     };
     let each: Vec<usize> = (0..8).collect();
@@ -210,17 +212,24 @@ fn cable_times_count_what_shares_the_busiest_cable() {
     // Half of halving-doubling's bytes stay within hosts; the others, of eight ranks, cross in twos.
     assert!((halving - 2.0 * (0.25 + 0.125 + 0.0625) / 0.9375).abs() < 1e-6, "{halving}");
     assert_eq!(doubling, 1.5);
-    let many: Vec<usize> = (0..80).map(|rank| rank / 10).collect();
-    assert_eq!(in_bytes(&many)[1..], [10.0; 3]);
+    let ten: Vec<usize> = (0..80).map(|rank| rank / 10).collect();
+    assert_eq!(in_bytes(&ten)[1], 1.0, "one of ten ranks sends to another host");
+    // Of more ranks than routes are followed for, all may send to other hosts.
+    let many: Vec<usize> = (0..(1 << 17) + 8).map(|rank| rank % 8).collect();
+    assert_eq!(in_bytes(&many)[1..], [f64::from((1 << 14) + 1); 3]);
     let others =
         Limits { pricing: Pricing { load: Some(vec![1; 64].into()), ..Pricing::default() }, ..Limits::default() };
-    let loaded = planner.cable_times(&plan, &others, &each).expect("all rates are known");
-    assert!((loaded.ring_s / (8e-9 / 100.0) - 2.0).abs() < 1e-6);
+    let loaded = planner.cable_times(&plan, &others, (&each, Shape::Line)).expect("all rates are known");
+    assert!((loaded.schedule_s(Path::Ring) / (8e-9 / 100.0) - 2.0).abs() < 1e-6);
     let unrated = LeafSpine { leaves: 1, spines: 0, hosts_per_leaf: 4, cables: 1, rate: None };
     let unrated = Fabric::leaf_spine(unrated).expect("a possible shape");
     let planner = Planner::new(&unrated);
     let plan = planner.plan(&HostSelection::All, &Limits::default()).expect("a tree");
-    assert_eq!(planner.cable_times(&plan, &Limits::default(), &[0, 1, 2, 3]), None, "rates are never invented");
+    assert_eq!(
+        planner.cable_times(&plan, &Limits::default(), (&[0, 1, 2, 3], Shape::Line)),
+        None,
+        "rates are never invented"
+    );
 }
 
 #[test]
