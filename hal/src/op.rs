@@ -252,6 +252,10 @@ wire_enum! {
         Mesh2d = 31, "2d-mesh";
         /// Full meshes inside servers, and rings between them.
         HierarchicalRing = 32, "hier-ring";
+        /// Pipelined chain: each rank passes segments on to the next one.
+        Chain = 33, "chain";
+        /// Full meshes inside servers, and pairwise exchange between them.
+        HierarchicalPairwise = 34, "hier-pairwise";
     }
 }
 

@@ -548,6 +548,14 @@ enum sumac_path
      * Full meshes inside servers, and rings between them.
      */
     SUMAC_PATH_HIERARCHICAL_RING = 32,
+    /**
+     * Pipelined chain.
+     */
+    SUMAC_PATH_CHAIN = 33,
+    /**
+     * Full meshes inside servers, and pairwise exchange between them.
+     */
+    SUMAC_PATH_HIERARCHICAL_PAIRWISE = 34,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L

@@ -120,6 +120,10 @@ pub enum Path {
     SUMAC_PATH_MESH_2D = 31,
     /// Full meshes inside servers, and rings between them.
     SUMAC_PATH_HIERARCHICAL_RING = 32,
+    /// Pipelined chain.
+    SUMAC_PATH_CHAIN = 33,
+    /// Full meshes inside servers, and pairwise exchange between them.
+    SUMAC_PATH_HIERARCHICAL_PAIRWISE = 34,
 }
 
 /// Read a value of an outcome; `absent` for NULL.

@@ -3,6 +3,7 @@
 //! [`all_to_all_v`](super::pairwise::all_to_all_v) is not included, because its counts are not part of a [`Problem`],
 //! nor [`all_to_all_in_place`](super::pairwise::all_to_all_in_place), which requires equal blocks.
 
+mod host_tree;
 mod shaped;
 mod size;
 mod table;
@@ -165,7 +166,10 @@ impl Algorithm {
     /// Return whether the algorithm is made for ranks in several dimensions. In a line it is correct, but no other than
     /// an algorithm for lines.
     pub const fn needs_dimensions(&self) -> bool {
-        matches!(self.path, Path::Ring2d | Path::Torus2d | Path::Mesh2d | Path::HierarchicalRing)
+        matches!(
+            self.path,
+            Path::Ring2d | Path::Torus2d | Path::Mesh2d | Path::HierarchicalRing | Path::HierarchicalPairwise
+        )
     }
 
     /// Return the algorithm family: what ranks agree on.

@@ -15,26 +15,20 @@
 //! | reduce | h + k | n (1 + h/k) | n |
 //! | all-reduce: reduce, broadcast | 2h + k + 1 | n (2 + 2h/k) | 2n |
 //!
-//! Messages have times on a common clock, and each rank's steps are in its order, so ranks never wait in a cycle. In a
-//! step an inner rank takes a segment from both children, and passes on the one before it. Partial values need room for
-//! three segments: the lower child's combined with the own, of this step and of the one before, and the upper child's.
+//! Messages have times on a common clock ([`super::pipeline`]), so ranks never wait in a cycle. In a step an inner rank
+//! takes a segment from both children, and passes on the one before it. Partial values need room for three segments: the
+//! lower child's combined with the own, of this step and of the one before, and the upper child's.
 
-use super::{Buffer, Landing, Layout, Local, Place, Recv, Schedule, Send, Side, Span, Step};
-use std::collections::BTreeMap;
+use super::pipeline::{self, Clock};
+use super::{Buffer, Landing, Layout, Local, Place, Recv, Schedule, Send, Side, Span};
 use sumac_hal::ids::Rank;
 
-/// The ratio of a message's latency to an element's time for which the number of segments is best: between that of
-/// processes on one machine and that of data sheets' links.
-const LATENCY_ELEMENTS: f64 = 16384.0;
-
-/// The most segments of a half: more only cost frames.
-const SEGMENTS_MAX: f64 = 128.0;
-
 /// Return the number of segments of each half of `count` elements over `ranks` ranks: the one that minimises the cost
-/// of an all-reduce, `(2h + k) alpha + (2 + 2h/k) n beta`, with 16,384 elements as alpha/beta.
+/// of an all-reduce, `(2h + 4k) alpha + (2 + 2h/k) n beta`, and that of its halves, as [`super::pipeline`] has it: in a
+/// step a rank sends up to four messages, two in each tree.
 pub fn segments(ranks: u32, count: usize) -> u32 {
     let height = f64::from(ranks.saturating_sub(1).max(1).ilog2());
-    (2.0 * height * count as f64 / LATENCY_ELEMENTS).sqrt().round().clamp(1.0, SEGMENTS_MAX) as u32
+    pipeline::segments(2.0 * height, 4.0, count)
 }
 
 /// Schedule a broadcast of `count` elements from `root`, which alone has an input.
@@ -81,30 +75,6 @@ fn push_alone(schedule: &mut Schedule, count: usize) {
     if schedule.place().ranks() == 1 {
         let whole = Span::first(count);
         schedule.move_locally(&[Local::copy(Buffer::Input.at(whole), Buffer::Output.at(whole))]);
-    }
-}
-
-/// What happens at a time.
-#[derive(Default)]
-struct Moment {
-    locals: Vec<Local>,
-    sends: Vec<Send>,
-    recvs: Vec<Recv>,
-}
-
-/// What happens, by its time.
-#[derive(Default)]
-struct Clock(BTreeMap<u32, Moment>);
-
-impl Clock {
-    fn at(&mut self, time: u32) -> &mut Moment {
-        self.0.entry(time).or_default()
-    }
-
-    fn append_to(self, schedule: &mut Schedule) {
-        for Moment { locals, sends, recvs } in self.0.values() {
-            schedule.push(Step { locals, sends, recvs });
-        }
     }
 }
 
@@ -198,9 +168,7 @@ impl Trees {
 
     /// A segment of a tree's half.
     fn span(&self, tree: u32, segment: u32) -> Span {
-        let half = Span::of_block(self.count, 2, tree);
-        let part = Span::of_block(half.len, self.segments, segment);
-        Span { start: half.start + part.start, len: part.len }
+        pipeline::segment(Span::of_block(self.count, 2, tree), self.segments, segment)
     }
 
     /// All trees' segments, if there is any other rank.
@@ -342,7 +310,7 @@ mod tests {
 
     #[test]
     fn segments_grow_with_the_root_of_the_size() {
-        assert_eq!([0, 1, 1 << 14, 1 << 20, 1 << 34].map(|count| segments(17, count)), [1, 1, 3, 23, 128]);
+        assert_eq!([0, 1, 1 << 14, 1 << 20, 1 << 34].map(|count| segments(17, count)), [1, 1, 1, 11, 512]);
         assert_eq!(segments(1, 1 << 20), 1, "nothing to pipeline");
     }
 }

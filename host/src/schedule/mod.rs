@@ -39,6 +39,8 @@
 //! | [`pairwise::all_reduce`] | p-1 + l | 2n(p-1)/p | n(p-1)/p | 2n(p-1)/p |
 //! | [`tree::reduce`], one node | p-1 | n(p-1) | n(p-1) | n |
 //! | [`tree::all_reduce`], one node | p-1 + l | n(p-1) + n l | n(p-1) | n l |
+//! | [`tree::reduce`], large n: D combinations on the longest path, k segments (bounds) | D + k | 2n (1 + D/k) | n | 2n |
+//! | [`tree::all_reduce`], the same | 2D + k | 4n (1 + D/k) | n | 4n |
 //! | [`dissemination::barrier`] | l | 0 | 0 | 0 |
 //! | [`one_shot::all_reduce`] | 1 | n(p-1) | n(p-1) | n(p-1) |
 //! | [`one_shot::reduce`] | 1 | n(p-1) | n(p-1) | n |
@@ -57,6 +59,8 @@
 //! | [`double_tree::all_reduce`], h = floor(log(p-1)), k segments (bounds) | 2h + k + 1 | n (2 + 2h/k) | n | 2n |
 //! | [`double_tree::reduce`] (bounds) | h + k | n (1 + h/k) | n | n |
 //! | [`double_tree::broadcast`] (bounds) | h + k | n (1 + h/k) | 0 | n |
+//! | [`chain::all_reduce`], p >= 2, k segments | 2(p-2) + k + 1 | 2n (1 + (p-2)/k) | n | 2n, p > 2 |
+//! | [`chain::reduce`], [`chain::broadcast`], p >= 2 | p-2 + k | n (1 + (p-2)/k) | n; 0 | n |
 //! | [`nhr::all_reduce`] | 2 l | 2n(p-1)/p | n(p-1)/p | 2n(p-1)/p |
 //! | [`nhr::reduce_scatter`] | l | n(p-1)/p | n(p-1)/p | n(p-1)/p |
 //! | [`nhr::all_gather`] | l | n(p-1)/p | 0 | n(p-1)/p |
@@ -77,6 +81,7 @@
 //! | [`mesh_2d::all_reduce`] | their sum over all dimensions | | | |
 //! | [`hierarchical_ring::all_reduce`], G servers of m > 1 ranks | 2 + 2(G-1), two of m-1 messages | 2n(p-1)/p | n(p-1)/p | 2n(p-1)/p |
 //! | [`hierarchical_ring::reduce_scatter`], [`hierarchical_ring::all_gather`] | 1 + G-1 | n(p-1)/p | n(p-1)/p; 0 | n(p-1)/p |
+//! | [`hierarchical_pairwise::all_to_all`] | 1 + G-1, one of m-1 messages | n ((m-1)/m + (G-1)/G) | 0 | the same |
 //!
 //! The last ones use the [`Shape`] of the ranks; Swing does where it is a torus of powers of two.
 //!
@@ -93,14 +98,17 @@ pub mod binomial;
 pub mod bruck;
 mod buffer;
 mod butterfly;
+pub mod chain;
 pub mod check;
 mod circulant;
+mod combinations;
 mod dimensions;
 pub mod dissemination;
 pub mod double_tree;
 mod fold;
 pub mod full_mesh;
 pub mod halving_doubling;
+pub mod hierarchical_pairwise;
 pub mod hierarchical_ring;
 mod lines;
 pub mod loads;
@@ -109,6 +117,7 @@ pub mod nhr;
 pub mod one_shot;
 pub mod pairwise;
 pub mod pat;
+mod pipeline;
 pub mod recursive_doubling;
 pub mod ring;
 pub mod ring_2d;

@@ -5,7 +5,8 @@
 //! and the checker compares schedules with it. Any evaluation gives the same bits as the network:
 //! - [`reduce`] and [`all_reduce`] follow the tree node by node: few steps, for small messages. A node is played by the
 //!   root's rank if the root is below it, otherwise by the player of its first child. With levels 0..L of at most c
-//!   children: at most `L (c-1) (alpha + n beta + n gamma)` up, plus a binomial broadcast down.
+//!   children: at most `L (c-1) (alpha + n beta + n gamma)` up, plus a binomial broadcast down. Large messages are cut
+//!   into segments, and each combination has a rank of its own ([`super::combinations`]).
 //! - [`super::pairwise::reduce_scatter`] and [`super::pairwise::all_reduce`] evaluate it block by block: the fewest
 //!   bytes, for large messages.
 //!
@@ -13,6 +14,7 @@
 //! fold holds one value, a pairing one for each block that waits for its neighbour (at most log2 c + 1).
 
 use super::binomial::push_broadcast;
+use super::combinations::{self, Profile};
 use super::{Buffer, Landing, Layout, Local, Place, Recv, Region, Schedule, Send, Side, Span, Step};
 use crate::plan::{Child, Plan};
 use std::collections::HashMap;
@@ -28,6 +30,7 @@ pub struct Tree {
     is_fold: bool,
     /// The nodes, parents first.
     descent: Vec<usize>,
+    profile: Profile,
 }
 
 /// Why a description is not a tree over the ranks.
@@ -109,7 +112,9 @@ impl Tree {
             let node = (0..nodes.len()).find(|node| !descent.contains(node)).unwrap_or(0);
             return Err(TreeError::Node { node, nodes: nodes.len(), parents: 1 });
         }
-        Ok(Self { nodes, ranks, is_fold, descent })
+        let mut tree = Self { nodes, ranks, is_fold, descent, profile: Profile { steps: 0, depth: 0 } };
+        tree.profile = Profile { steps: tree.steps(), depth: combinations::depth(&tree) };
+        Ok(tree)
     }
 
     /// Create a tree of one node with all ranks as its children.
@@ -148,6 +153,24 @@ impl Tree {
             values[node] = value;
         }
         values.swap_remove(0).expect("there is a root, and each node has a child: `new` has seen to that")
+    }
+
+    /// Return what the time of the expression depends on.
+    pub(super) const fn profile(&self) -> &Profile {
+        &self.profile
+    }
+
+    /// Return the steps of a reduction node by node: on the longest path, the values that players receive.
+    fn steps(&self) -> u32 {
+        let mut done = vec![0; self.nodes.len()];
+        for &node in self.descent.iter().rev() {
+            let ready = |child: &Child| if let Child::Node(node) = *child { done[node] } else { 0 };
+            let mut children = self.nodes[node].iter().map(ready);
+            // The first child's player is the node's.
+            let first = children.next().unwrap_or(0);
+            done[node] = children.fold(first, |at, ready| at.max(ready) + 1);
+        }
+        done.first().copied().unwrap_or(0)
     }
 
     /// Return the player of each node in a reduction to `root`.
@@ -216,19 +239,34 @@ pub fn reduce(place: Place, count: usize, tree: &Tree, root: Rank) -> Schedule {
     let output = if place.rank() == root { count } else { 0 };
     let layout = Layout { input: count, output, in_place_at: Some(0), ..Layout::default() };
     let mut schedule = Schedule::reducing(place, layout);
-    push_reduce(&mut schedule, count, tree, root);
+    match tree.profile().segments(count) {
+        1 => push_reduce(&mut schedule, count, tree, root),
+        segments => {
+            let work = combinations::push_reduce(&mut schedule, count, tree, root, segments);
+            schedule.set_work(work);
+        }
+    }
     schedule
 }
 
-/// Schedule an all-reduce of `count` elements: up along the tree, and down by a binomial broadcast.
+/// Schedule an all-reduce of `count` elements: up along the tree, and down by a binomial broadcast or, in segments, back
+/// along the same ranks.
 ///
 /// `tree` must be over `place.ranks()` ranks.
 pub fn all_reduce(place: Place, count: usize, tree: &Tree) -> Schedule {
     let layout = Layout { input: count, output: count, in_place_at: Some(0), ..Layout::default() };
     let mut schedule = Schedule::reducing(place, layout);
-    // The planner orders children by their lowest rank: rank 0 plays the root node without a message.
-    push_reduce(&mut schedule, count, tree, Rank(0));
-    push_broadcast(&mut schedule, count, Rank(0));
+    match tree.profile().segments_of_all_reduce(place.ranks(), count) {
+        1 => {
+            // The planner orders children by their lowest rank: rank 0 plays the root node without a message.
+            push_reduce(&mut schedule, count, tree, Rank(0));
+            push_broadcast(&mut schedule, count, Rank(0));
+        }
+        segments => {
+            let work = combinations::push_all_reduce(&mut schedule, count, tree, segments);
+            schedule.set_work(work);
+        }
+    }
     schedule
 }
 

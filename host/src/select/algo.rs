@@ -61,11 +61,15 @@ pub enum Algo {
     Mesh2d,
     /// Full meshes inside servers, rings between them.
     HierarchicalRing,
+    /// Pipelined chain.
+    Chain,
+    /// Full meshes inside servers, pairwise exchange between them.
+    HierarchicalPairwise,
 }
 
 impl Algo {
     /// All algorithms.
-    pub const ALL: [Self; 25] = [
+    pub const ALL: [Self; 27] = [
         Self::Auto,
         Self::Tree,
         Self::Ring,
@@ -91,6 +95,8 @@ impl Algo {
         Self::Torus2d,
         Self::Mesh2d,
         Self::HierarchicalRing,
+        Self::Chain,
+        Self::HierarchicalPairwise,
     ];
 
     /// The name on the command line.
@@ -128,6 +134,8 @@ impl Algo {
             Self::Torus2d => Path::Torus2d,
             Self::Mesh2d => Path::Mesh2d,
             Self::HierarchicalRing => Path::HierarchicalRing,
+            Self::Chain => Path::Chain,
+            Self::HierarchicalPairwise => Path::HierarchicalPairwise,
         })
     }
 }

@@ -396,9 +396,9 @@ const UNMEASURED_MARGIN: f64 = 1.25;
 /// Whether the built-in constants were fitted to times of this path, among others.
 const fn has_fitted_constants(path: Path) -> bool {
     use Path::{Bine, DoubleTree, FullMesh, Nhr, Pat, Star, Swing, SwingLatency, VanDeGeijn};
-    use Path::{HierarchicalRing, Mesh2d, Ring2d, Torus2d};
+    use Path::{Chain, HierarchicalPairwise, HierarchicalRing, Mesh2d, Ring2d, Torus2d};
     !matches!(path, Star | FullMesh | DoubleTree | Nhr | Pat | Swing | SwingLatency | Bine | VanDeGeijn)
-        && !matches!(path, Ring2d | Torus2d | Mesh2d | HierarchicalRing)
+        && !matches!(path, Ring2d | Torus2d | Mesh2d | HierarchicalRing | HierarchicalPairwise | Chain)
 }
 
 /// The cost of the tree: a pipeline of chunks through its slowest part, at a rank or at a node.

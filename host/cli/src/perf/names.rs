@@ -14,7 +14,7 @@ use sumac_hal::op::{Collective, Dtype, Path, ReduceOp};
 use thiserror::Error;
 
 /// Other spellings, each with the name that it stands for.
-const ALIASES: [(&str, &str); 33] = [
+const ALIASES: [(&str, &str); 37] = [
     ("int8", "i8"),
     ("uint8", "u8"),
     ("int32", "i32"),
@@ -48,6 +48,10 @@ const ALIASES: [(&str, &str); 33] = [
     ("hier_ring", "hier-ring"),
     ("hierarchical-ring", "hier-ring"),
     ("hierarchical_ring", "hier-ring"),
+    ("pipeline", "chain"),
+    ("hier_pairwise", "hier-pairwise"),
+    ("hierarchical-pairwise", "hier-pairwise"),
+    ("hierarchical_pairwise", "hier-pairwise"),
 ];
 
 /// One value, or all that there are.

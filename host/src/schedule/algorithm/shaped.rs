@@ -70,6 +70,17 @@ pub(super) fn servers(s: &Size, pattern: Pattern) -> Cost {
     whole.with_extra(whole.extra_messages, pieces)
 }
 
+/// Of [`hierarchical_pairwise`](crate::schedule::hierarchical_pairwise): a step inside servers, of a piece for each
+/// server in each message, and one with each other server.
+pub(super) fn all_to_all(s: &Size) -> Cost {
+    let [servers, each] = hierarchical_ring::servers_of(s.dims).map(f64::from);
+    let inside = (each - 1.0).min(1.0);
+    let sent = s.n * ((each - 1.0) / each + (servers - 1.0) / servers);
+    cost(inside + servers - 1.0, sent, 0.0, sent)
+        .by_all((s.p * (each - 1.0 + servers - 1.0), s.p * sent))
+        .with_extra(each - 1.0 - inside, (each - 1.0) * (servers - 1.0))
+}
+
 /// Blocks of a line of d ranks of a mesh, in multiples of n/d.
 struct MeshLine {
     /// What the busiest rank, in the middle, receives in a reduce-scatter and sends in an all-gather.

@@ -1,7 +1,7 @@
 //! Sizes of problems, with the terms that formulas of costs have in common.
 
 use super::Cost;
-use crate::schedule::{Dims, Shape, double_tree, pat};
+use crate::schedule::{Dims, Shape, chain, double_tree, pat};
 
 /// Problem size of a cost formula.
 pub(super) struct Size {
@@ -81,6 +81,11 @@ impl Size {
         let ranks = self.p as u32;
         let height = f64::from(ranks.saturating_sub(1).max(1).ilog2());
         (height, f64::from(double_tree::segments(ranks, self.n as usize)))
+    }
+
+    /// The steps that fill a chain, and the number of its segments.
+    pub(super) fn chain(&self) -> (f64, f64) {
+        ((self.p - 2.0).max(0.0), f64::from(chain::segments(self.p as u32, self.n as usize)))
     }
 
     /// The steps of PAT, and its number of segments.

@@ -1,10 +1,11 @@
 //! The table of all algorithms.
 
 use super::size::cost;
-use super::{Algorithm, Cost, Pattern, shaped};
+use super::{Algorithm, Cost, Pattern, host_tree, shaped};
 use crate::schedule::{
-    bine, binomial, bruck, dissemination, double_tree, full_mesh, halving_doubling, hierarchical_ring, mesh_2d, nhr,
-    one_shot, pairwise, pat, recursive_doubling, ring, ring_2d, star, swing, torus_2d, tree, van_de_geijn,
+    bine, binomial, bruck, chain, dissemination, double_tree, full_mesh, halving_doubling, hierarchical_pairwise,
+    hierarchical_ring, mesh_2d, nhr, one_shot, pairwise, pat, recursive_doubling, ring, ring_2d, star, swing, torus_2d,
+    tree, van_de_geijn,
 };
 use sumac_hal::op::Path;
 
@@ -40,18 +41,14 @@ algorithms! {
     ).by_all((s.exchanges() + 2.0 * s.folded(), s.n * (s.exchanges() + 2.0 * s.folded())));
     "binomial::all_reduce" Binomial AllReduce false: |x| binomial::all_reduce(x.place, x.count),
         |s| cost(2.0 * s.log_ceil, 2.0 * s.n * s.log_ceil, s.n * s.log_ceil, s.n * s.log_ceil).by_all((2.0 * (s.p - 1.0), 2.0 * s.once()));
-    "tree::all_reduce" HostTree AllReduce true: |x| tree::all_reduce(x.place, x.count, x.tree), |s| cost(
-        s.p - 1.0 + s.log_ceil,
-        s.n * (s.p - 1.0 + s.log_ceil),
-        s.n * (s.p - 1.0),
-        s.n * s.log_ceil,
-    ).by_all((2.0 * (s.p - 1.0), 2.0 * s.once()));
+    "tree::all_reduce" HostTree AllReduce true: |x| tree::all_reduce(x.place, x.count, x.tree),
+        |s| host_tree::cost_of(s, Pattern::AllReduce);
     "pairwise::all_reduce" Pairwise AllReduce true: |x| pairwise::all_reduce(x.place, x.count, x.tree),
         |s| cost(s.p - 1.0 + s.log_ceil, 2.0 * s.rest(), s.rest(), 2.0 * s.rest()).by_all((s.pairs_of_ranks() + s.p * s.log_ceil, 2.0 * s.once()));
     "binomial::reduce" Binomial Reduce false: |x| binomial::reduce(x.place, x.count, x.root),
         |s| cost(s.log_ceil, s.n * s.log_ceil, s.n * s.log_ceil, s.n * s.log_ceil.min(1.0)).by_all((s.p - 1.0, s.once()));
     "tree::reduce" HostTree Reduce true: |x| tree::reduce(x.place, x.count, x.tree, x.root),
-        |s| cost(s.p - 1.0, s.n * (s.p - 1.0), s.n * (s.p - 1.0), s.n * s.log_ceil.min(1.0)).by_all((s.p - 1.0, s.once()));
+        |s| host_tree::cost_of(s, Pattern::Reduce);
     "binomial::broadcast" Binomial Broadcast false: |x| binomial::broadcast(x.place, x.count, x.root),
         |s| cost(s.log_ceil, s.n * s.log_ceil, 0.0, s.n * s.log_ceil).by_all((s.p - 1.0, s.once()));
     "ring::reduce_scatter" Ring ReduceScatter false: |x| ring::reduce_scatter(x.place, x.count),
@@ -241,4 +238,25 @@ algorithms! {
         |s| shaped::servers(s, Pattern::ReduceScatter);
     "hierarchical_ring::all_gather" HierarchicalRing AllGather false: |x| hierarchical_ring::all_gather(x.place, x.count, x.shape),
         |s| shaped::servers(s, Pattern::AllGather);
+    "chain::all_reduce" Chain AllReduce false: |x| chain::all_reduce(x.place, x.count), |s| {
+        let (fill, k) = s.chain();
+        let path = 2.0 * s.n * s.others() * (1.0 + fill / k);
+        cost(s.others() * (2.0 * fill + k + 1.0), path, s.n * s.others(), s.n * (s.p - 1.0).min(2.0))
+            .by_all((2.0 * k * (s.p - 1.0), 2.0 * s.once()))
+            .with_extra(if s.p > 2.0 { k } else { 0.0 }, 0.0)
+            .bound()
+    };
+    "chain::reduce" Chain Reduce false: |x| chain::reduce(x.place, x.count, x.root), |s| {
+        let (fill, k) = s.chain();
+        let n = s.n * s.others();
+        cost(s.others() * (fill + k), n * (1.0 + fill / k), n, n).by_all((k * (s.p - 1.0), s.once())).bound()
+    };
+    "chain::broadcast" Chain Broadcast false: |x| chain::broadcast(x.place, x.count, x.root), |s| {
+        let (fill, k) = s.chain();
+        let n = s.n * s.others();
+        cost(s.others() * (fill + k), n * (1.0 + fill / k), 0.0, n).by_all((k * (s.p - 1.0), s.once())).bound()
+    };
+    "hierarchical_pairwise::all_to_all" HierarchicalPairwise AllToAll false:
+        |x| hierarchical_pairwise::all_to_all(x.place, x.count, x.shape),
+        |s| shaped::all_to_all(s);
 }

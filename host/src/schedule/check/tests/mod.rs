@@ -1,6 +1,7 @@
 //! Every algorithm proved for 1..=64 ranks, its costs compared with the formulas, and its expression with the tree's.
 
 mod mutations;
+mod pipelines;
 mod planted;
 mod shapes;
 

@@ -86,6 +86,10 @@ fn counts_of_two_dimensions_match_the_papers() {
             assert_eq!(report.path_elements, 2 * all_but_a_block, "{name} {a}x{c}");
             assert_eq!(report.reduced_elements_max, all_but_a_block, "{name} {a}x{c}");
         }
+        let exchanged = prove_in(grid(&[a, c]), named("hierarchical_pairwise::all_to_all"), ranks, count);
+        let sent = (count - count / c as usize + count - count / a as usize) as u64;
+        assert_eq!((exchanged.steps as u32, exchanged.sent_elements_max), (1 + a - 1, sent), "{a}x{c}");
+        assert_eq!(exchanged.messages, u64::from(ranks * (c - 1 + a - 1)), "{a}x{c}: a message for each other server");
         let report = prove_in(grid(&[a, c]), named("mesh_2d::reduce_scatter"), ranks, count);
         assert_eq!((report.steps as u32, report.sent_elements_max), (a - 1 + c - 1, all_but_a_block), "{a}x{c}");
     }
@@ -146,7 +150,7 @@ fn dimensions_of_one_rank_change_nothing_and_servers_are_rows() {
     for algorithm in shaped() {
         let plain = of(grid(&[3, 4]), algorithm);
         assert!(of(Shape::Servers(NonZeroU32::new(4).expect("not 0")), algorithm) == plain, "{algorithm:?}");
-        let has_rows = algorithm.path() == Path::HierarchicalRing;
+        let has_rows = matches!(algorithm.path(), Path::HierarchicalRing | Path::HierarchicalPairwise);
         for extents in [&[1, 3, 4][..], &[3, 1, 4], &[3, 4, 1]] {
             // The last dimension is that of servers.
             let is_same = of(grid(extents), algorithm) == plain;
@@ -161,9 +165,8 @@ fn dimensions_of_one_rank_change_nothing_and_servers_are_rows() {
 /// Each block has an order of its own, so none of them keeps a declared order.
 #[test]
 fn shaped_algorithms_keep_no_declared_order() {
-    for algorithm in
-        shaped().filter(|algorithm| algorithm.needs_dimensions() && algorithm.pattern != Pattern::AllGather)
-    {
+    let reduces = |algorithm: &&Algorithm| algorithm.pattern.collective().reduces();
+    for algorithm in shaped().filter(reduces).filter(|algorithm| algorithm.needs_dimensions()) {
         for order in ORDERS {
             let tree = Tree::flat(6, order).expect("a tree");
             evaluates(algorithm, &tree, grid(&[2, 3])).expect_err("another order");

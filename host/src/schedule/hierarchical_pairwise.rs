@@ -1,0 +1,134 @@
+//! Full meshes inside servers, and pairwise exchange between them.
+//!
+//! On G servers of m ranks, rank j of a server first collects what all ranks of that server send to the ranks of its own
+//! index j on all servers, in one step inside the server. Then the ranks of one index exchange what they have collected,
+//! one server for each step. So a rank sends G-1 messages between servers, each m times as long, where pairwise exchange
+//! sends m(G-1); what goes to other servers moves twice (Hwang et al., "Tutel: Adaptive mixture-of-experts at scale",
+//! MLSys 2023, section 4.2: two-dimensional hierarchical all-to-all).
+//!
+//! | p = G m | cost |
+//! |---|---|
+//! | [`all_to_all`] | 1 + (G-1) steps, one of them of m-1 messages; n ((m-1)/m + (G-1)/G) beta |
+//!
+//! The servers of a grid are its rows, those of the last dimension. A line is servers of one rank each: pairwise exchange.
+//!
+//! An all-to-all of blocks of any length stays pairwise ([`super::pairwise::all_to_all_v`]). A rank knows only its own
+//! counts, so a relay would have to learn those of its server's other ranks first: a step of m-1 messages of G-1 counts each,
+//! and then a schedule that is made in the middle of the operation. It would also have to hold what others send through it,
+//! whose sum no own count bounds: one rank that sends everything to one index fills a single relay, and the exchange takes m
+//! times as long there as a pairwise one.
+
+use super::hierarchical_ring::servers_of;
+use super::{Buffer, Landing, Layout, Local, Place, Recv, Region, Schedule, Send, Shape, Span, pairwise};
+use sumac_hal::ids::Rank;
+
+/// Schedule an all-to-all: rank r sends `count` elements in p blocks, block s to rank s, and receives block r of each.
+///
+/// The blocks are those of [`super::pairwise::all_to_all`].
+pub fn all_to_all(place: Place, count: usize, shape: Shape) -> Schedule {
+    let servers = Servers::new(place, count, shape);
+    if servers.each == 1 {
+        return pairwise::all_to_all(place, count);
+    }
+    let own = servers.block(place.rank()).len;
+    let layout = Layout {
+        work: servers.collected(servers.servers).span.start,
+        ..Layout::moves(count, own * place.ranks() as usize, None)
+    };
+    let mut schedule = Schedule::moving(place, layout);
+    servers.push_own(&mut schedule);
+    servers.push_inside(&mut schedule);
+    servers.push_between(&mut schedule);
+    schedule
+}
+
+/// G servers of m ranks, as one rank sees them.
+struct Servers {
+    place: Place,
+    count: usize,
+    servers: u32,
+    each: u32,
+    /// The own server, and the own index there.
+    server: u32,
+    index: u32,
+}
+
+impl Servers {
+    fn new(place: Place, count: usize, shape: Shape) -> Self {
+        let [servers, each] = servers_of(shape.dims(place.ranks()));
+        let rank = place.rank().0;
+        Self { place, count, servers, each, server: rank / each, index: rank % each }
+    }
+
+    const fn rank(&self, server: u32, index: u32) -> Rank {
+        Rank(server * self.each + index)
+    }
+
+    /// The block of each input that goes to a rank.
+    fn block(&self, rank: Rank) -> Span {
+        Span::of_block(self.count, self.place.ranks(), rank.0)
+    }
+
+    /// Where what this rank collects for its index on a server lies: a block of each rank of its own server. Those for
+    /// servers before that one are in front, but the own server's, which need not be collected.
+    fn collected(&self, server: u32) -> Region {
+        let len = |server| self.block(self.rank(server, self.index)).len * self.each as usize;
+        let start = (0..server).filter(|&before| before != self.server).map(len).sum();
+        let len = if server == self.servers || server == self.server { 0 } else { len(server) };
+        Buffer::Work.at(Span { start, len })
+    }
+
+    /// Where what arrives from a server's rank lies in the output.
+    fn arrived(&self, from: Rank) -> Region {
+        let len = self.block(self.place.rank()).len;
+        Buffer::Output.at(Span { start: from.0 as usize * len, len })
+    }
+
+    /// Where a block of rank `index` of the own server lands at the relay, this rank, on its way to a server.
+    fn relayed(&self, server: u32, index: u32) -> Region {
+        if server == self.server {
+            return self.arrived(self.rank(server, index));
+        }
+        let len = self.block(self.rank(server, self.index)).len;
+        let start = self.collected(server).span.start + index as usize * len;
+        Buffer::Work.at(Span { start, len })
+    }
+
+    /// What this rank sends to itself, and through itself.
+    fn push_own(&self, schedule: &mut Schedule) {
+        let local = |server| {
+            let from = Buffer::Input.at(self.block(self.rank(server, self.index)));
+            Local::copy(from, self.relayed(server, self.index))
+        };
+        schedule.move_locally(&(0..self.servers).map(local).collect::<Vec<_>>());
+    }
+
+    /// Each rank gives every other one of its server what goes to that one's index, a piece for each server.
+    fn push_inside(&self, schedule: &mut Schedule) {
+        let (mut sends, mut recvs) = (Vec::new(), Vec::new());
+        for distance in 1..self.each {
+            let (to, from) = ((self.index + distance) % self.each, (self.index + self.each - distance) % self.each);
+            for server in 0..self.servers {
+                let piece = Buffer::Input.at(self.block(self.rank(server, to)));
+                sends.push(Send { peer: self.rank(self.server, to), from: piece });
+                let landing = Landing::copy(self.relayed(server, from));
+                recvs.push(Recv { peer: self.rank(self.server, from), sent_from: Buffer::Input, landing });
+            }
+        }
+        schedule.exchange(&sends, &recvs);
+    }
+
+    /// The ranks of one index exchange what they have collected for each other.
+    fn push_between(&self, schedule: &mut Schedule) {
+        for distance in 1..self.servers {
+            let to = (self.server + distance) % self.servers;
+            let from = (self.server + self.servers - distance) % self.servers;
+            let first = self.arrived(self.rank(from, 0)).span;
+            let arrived = Span { len: first.len * self.each as usize, ..first };
+            let landing = Landing::copy(Buffer::Output.at(arrived));
+            let send = Send { peer: self.rank(to, self.index), from: self.collected(to) };
+            let recv = Recv { peer: self.rank(from, self.index), sent_from: Buffer::Work, landing };
+            schedule.exchange(&[send], &[recv]);
+        }
+    }
+}
