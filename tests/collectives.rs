@@ -105,7 +105,7 @@ fn every_collective_gives_exact_results_by_every_path() {
         let offloaded = paths[0].iter().filter(|(_, path)| *path == Path::Tree).count();
         assert_eq!(offloaded, if ranks == 1 { 0 } else { 6 }, "six collectives in the network: {:?}", paths[0]);
         let by_schedules = paths[0].iter().filter(|(_, path)| *path != Path::Tree).count();
-        assert_eq!(by_schedules, if ranks == 1 { 9 } else { 49 }, "{:?}", paths[0]);
+        assert_eq!(by_schedules, if ranks == 1 { 9 } else { 52 }, "{:?}", paths[0]);
     }
 }
 
@@ -130,6 +130,10 @@ fn algorithms_of_several_dimensions_give_exact_results_in_every_shape() {
                         assert_eq!(run(&comm, &desc, algo), Some(path), "{desc} by {algo} in {shape}");
                     }
                 }
+            }
+            for count in [0, 1, 13, 5 * 1024 + 1] {
+                let path = run(&comm, &describe(Collective::AllToAll, 0, count), Algo::HierarchicalPairwise);
+                assert_eq!(path, Some(Path::HierarchicalPairwise), "{count} elements in {shape}");
             }
             for algo in [Algo::Swing, Algo::SwingLatency] {
                 assert!(run(&comm, &describe(Collective::AllReduce, 0, 777), algo).is_some());

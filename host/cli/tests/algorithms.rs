@@ -7,7 +7,7 @@ use serde_json::Value;
 use std::path::Path;
 
 /// The drawings of the guide: an algorithm, its collective, and how eight ranks lie.
-const DRAWINGS: [(&str, &str, &str); 22] = [
+const DRAWINGS: [(&str, &str, &str); 24] = [
     ("ring", "all_reduce", "line"),
     ("hd", "all_reduce", "line"),
     ("rd", "all_reduce", "line"),
@@ -26,9 +26,11 @@ const DRAWINGS: [(&str, &str, &str); 22] = [
     ("2d-torus", "all_reduce", "2x4"),
     ("2d-mesh", "all_reduce", "2x4"),
     ("hier-ring", "all_reduce", "servers:4"),
+    ("chain", "all_reduce", "line"),
     ("bruck", "all_gather", "line"),
     ("pat", "all_gather", "line"),
     ("van-de-geijn", "broadcast", "line"),
+    ("hier-pairwise", "all_to_all", "servers:4"),
     ("dissemination", "barrier", "line"),
 ];
 
@@ -89,7 +91,7 @@ fn algorithms_are_compared_by_the_links_that_they_load() {
     // Four links of each rank at once, against two and one.
     assert_eq!([of("swing")[2], of("2d-torus")[2], of("2d-ring")[2]], [0.469, 0.938, 1.875]);
     let in_line = table(&["--ranks=8", "--links=full-mesh"]);
-    assert_eq!(in_line.len(), 14, "those for several dimensions are named with the reason: {in_line:?}");
+    assert_eq!(in_line.len(), 15, "those for several dimensions are named with the reason: {in_line:?}");
     // Groups of 12: Bine crosses them with fewer bytes.
     let in_groups = table(&["--ranks=256", "--links=dragonfly:12+5"]);
     let of = |name: &str| in_groups.iter().find(|(found, _)| found == name).map(|(_, numbers)| numbers[2]);

@@ -22,7 +22,7 @@ use super::tree_end::TreeEnd;
 use super::watch::Watch;
 use crate::exec::Buffers;
 use crate::recovery::Watermark;
-use crate::schedule::{ALGORITHMS, Place, Problem, Schedule, pairwise};
+use crate::schedule::{ALGORITHMS, Place, Problem, Schedule, Shape, hierarchical_pairwise};
 use crate::select::Algo;
 use crate::transport::memory::Transfer;
 use crate::transport::packets::OpId;
@@ -472,6 +472,7 @@ fn make_schedule(
     is_in_place: bool,
 ) -> Result<Schedule, Error> {
     let count = usize::try_from(desc.count).map_err(|_| Error::Argument(format!("{} elements", desc.count)))?;
+    let context = selection.context();
     if desc.collective == Collective::AllToAll && is_in_place {
         let ranks = place.ranks() as usize;
         if !count.is_multiple_of(ranks) {
@@ -480,12 +481,12 @@ fn make_schedule(
             );
             return Err(Error::Argument(what));
         }
-        return Ok(pairwise::all_to_all_in_place(place, count / ranks));
+        let shape = if path == Path::HierarchicalPairwise { context.shape_of(place.ranks()) } else { Shape::Line };
+        return Ok(hierarchical_pairwise::all_to_all_in_place(place, count / ranks, shape));
     }
     let of = ALGORITHMS.iter().filter(|algorithm| algorithm.pattern.collective() == desc.collective);
     let algorithm = of.into_iter().find(|algorithm| path == Path::Local || algorithm.path() == path);
     let no_schedule = || Error::Argument(format!("there is no {} schedule for {}", path.name(), desc.collective));
-    let context = selection.context();
     let (tree, shape) = (context.declared.tree(), context.shape_of(place.ranks()));
     let problem = Problem { place, count, root: desc.root, tree, shape };
     let schedule = (algorithm.ok_or_else(no_schedule)?.schedule)(&problem);

@@ -1,7 +1,8 @@
 //! Algorithms with their collective, schedule and cost: used to select, test and explain them.
 //!
 //! [`all_to_all_v`](super::pairwise::all_to_all_v) is not included, because its counts are not part of a [`Problem`],
-//! nor [`all_to_all_in_place`](super::pairwise::all_to_all_in_place), which requires equal blocks.
+//! nor [`all_to_all_in_place`](super::pairwise::all_to_all_in_place) and that of
+//! [`hierarchical_pairwise`](super::hierarchical_pairwise), which require equal blocks.
 
 mod host_tree;
 mod shaped;

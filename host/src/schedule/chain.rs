@@ -1,9 +1,9 @@
 //! Pipelined chain: each rank passes segments on to the next one, while others follow.
 //!
-//! The chain of a broadcast from rank r is r, r+1, ..., p-1, 0, ..., r-1. That of a reduction is all other ranks in rising
-//! order and then the root, so that each adds itself to what comes from lower ranks. An all-reduce reduces to rank p-1
-//! and sends each segment back at once: it evaluates (((0 + 1) + 2) + ...), the expression of one aggregation node under
-//! `Order::TreeFold`; so does a reduction to rank p-1.
+//! The chain of a broadcast from rank r is r, r+1, ..., p-1, 0, ..., r-1. That of a reduction is all other ranks in
+//! rising order and then the root, so that each adds itself to what comes from lower ranks. An all-reduce reduces to
+//! rank p-1 and sends each segment back at once: it evaluates (((0 + 1) + 2) + ...), the expression of one aggregation
+//! node under `Order::TreeFold`; so does a reduction to rank p-1.
 //!
 //! With k segments ([`segments`]):
 //!
@@ -12,9 +12,9 @@
 //! | broadcast, reduce | p-2 + k | n (1 + (p-2)/k) | n |
 //! | all-reduce | 2(p-2) + k + 1 | 2n (1 + (p-2)/k) | 2n, if p > 2 |
 //!
-//! (Watts and van de Geijn, "A pipelined broadcast for multidimensional meshes", Parallel Processing Letters 5(2), 1995,
-//! for one dimension; Open MPI calls it a pipeline.) So large messages take little more than one message between two
-//! ranks, and few links are used; but a chain fills slowly, and a double tree in logarithmic time.
+//! (Watts and van de Geijn, "A pipelined broadcast for multidimensional meshes", Parallel Processing Letters 5(2),
+//! 1995, for one dimension; Open MPI calls it a pipeline.) So large messages take little more than one message between
+//! two ranks, and few links are used; but a chain fills slowly, and a double tree in logarithmic time.
 //!
 //! A rank holds two segments of partial values: the one that it passes on and the one that arrives.
 
@@ -22,8 +22,8 @@ use super::pipeline::{self, Clock};
 use super::{Buffer, Landing, Layout, Local, Place, Recv, Region, Schedule, Send, Side, Span};
 use sumac_hal::ids::Rank;
 
-/// Return the number of segments of `count` elements over `ranks` ranks: the one that minimises the cost of a broadcast,
-/// `(p-2 + k) alpha + (1 + (p-2)/k) n beta`, and that of an all-reduce, which is twice that.
+/// Return the number of segments of `count` elements over `ranks` ranks: the one that minimises the cost of a
+/// broadcast, `(p-2 + k) alpha + (1 + (p-2)/k) n beta`, and that of an all-reduce, which is twice that.
 pub fn segments(ranks: u32, count: usize) -> u32 {
     pipeline::segments(f64::from(ranks.saturating_sub(2)), 1.0, count)
 }

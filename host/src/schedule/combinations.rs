@@ -1,13 +1,13 @@
 //! A declared expression in segments: each of its combinations on a rank of its own.
 //!
 //! The expression of a [`Tree`] over p ranks has p-1 combinations of two values, so each can have another rank, its
-//! *player*, which receives what it does not have and passes the result on segment by segment, as double trees do (Sanders,
-//! Speck and Träff 2009; the pipelined chain is the case of a fold). Played node by node, as [`super::tree`] does for
-//! short messages, the root's rank receives every value of every node above it, one after the other, and segments cannot
-//! help: it would have to receive as much.
+//! *player*, which receives what it does not have and passes the result on segment by segment, as double trees do
+//! (Sanders, Speck and Träff 2009; the pipelined chain is the case of a fold). Played node by node, as [`super::tree`]
+//! does for short messages, the root's rank receives every value of every node above it, one after the other, and
+//! segments cannot help: it would have to receive as much.
 //!
-//! With D combinations on the longest path (p-1 of a fold, ceil(log2 p) of one pairwise node), k segments, and at most w
-//! values of each that a rank receives or sends in either way (2; of an all-reduce 1, if all combinations are on one
+//! With D combinations on the longest path (p-1 of a fold, ceil(log2 p) of one pairwise node), k segments, and at most
+//! w values of each that a rank receives or sends in either way (2; of an all-reduce 1, if all combinations are on one
 //! path):
 //!
 //! | p > 1 | steps (bound) | path (bound) | busiest sender (bound) |
@@ -15,11 +15,11 @@
 //! | reduce | D + k | w n (1 + D/k) | w n |
 //! | all-reduce: reduce, and back along the same ranks | 2D + k | 2w n (1 + D/k) | 2w n |
 //!
-//! A subtree of r ranks has r-1 combinations, so one of its ranks plays none there and is *free* for those above it. The
-//! root of a reduction stays free up to the last. Otherwise the player of a combination is a rank whose own input is a
-//! side of it, if there is any, so that this input does not travel. Messages have times on a common clock
-//! ([`super::pipeline`]): a combination at depth d takes its first segment at D-1-d, others one by one, so nothing waits
-//! longer than for a step, and three segments' room suffice.
+//! A subtree of r ranks has r-1 combinations, so one of its ranks plays none there and is *free* for those above it.
+//! The root of a reduction stays free up to the last. Otherwise the player of a combination is a rank whose own input
+//! is a side of it, if there is any, so that this input does not travel. Messages have times on a common clock
+//! ([`super::pipeline`]): a combination at depth d takes its first segment at D-1-d, others one by one, so nothing
+//! waits longer than for a step, and three segments' room suffice.
 
 use super::pipeline::{self, Clock};
 use super::tree::Tree;

@@ -16,8 +16,8 @@
 //! | all-reduce: reduce, broadcast | 2h + k + 1 | n (2 + 2h/k) | 2n |
 //!
 //! Messages have times on a common clock ([`super::pipeline`]), so ranks never wait in a cycle. In a step an inner rank
-//! takes a segment from both children, and passes on the one before it. Partial values need room for three segments: the
-//! lower child's combined with the own, of this step and of the one before, and the upper child's.
+//! takes a segment from both children, and passes on the one before it. Partial values need room for three segments:
+//! the lower child's combined with the own, of this step and of the one before, and the upper child's.
 
 use super::pipeline::{self, Clock};
 use super::{Buffer, Landing, Layout, Local, Place, Recv, Schedule, Send, Side, Span};

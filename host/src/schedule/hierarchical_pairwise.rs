@@ -1,22 +1,23 @@
 //! Full meshes inside servers, and pairwise exchange between them.
 //!
-//! On G servers of m ranks, rank j of a server first collects what all ranks of that server send to the ranks of its own
-//! index j on all servers, in one step inside the server. Then the ranks of one index exchange what they have collected,
-//! one server for each step. So a rank sends G-1 messages between servers, each m times as long, where pairwise exchange
-//! sends m(G-1); what goes to other servers moves twice (Hwang et al., "Tutel: Adaptive mixture-of-experts at scale",
-//! MLSys 2023, section 4.2: two-dimensional hierarchical all-to-all).
+//! On G servers of m ranks, rank j of a server first collects what all ranks of that server send to the ranks of its
+//! own index j on all servers, in one step inside the server. Then the ranks of one index exchange what they have
+//! collected, one server for each step. So a rank sends G-1 messages between servers, each m times as long, where
+//! pairwise exchange sends m(G-1); what goes to other servers moves twice (Hwang et al., "Tutel: Adaptive
+//! mixture-of-experts at scale", MLSys 2023, section 4.2: two-dimensional hierarchical all-to-all).
 //!
 //! | p = G m | cost |
 //! |---|---|
 //! | [`all_to_all`] | 1 + (G-1) steps, one of them of m-1 messages; n ((m-1)/m + (G-1)/G) beta |
 //!
-//! The servers of a grid are its rows, those of the last dimension. A line is servers of one rank each: pairwise exchange.
+//! The servers of a grid are its rows, those of the last dimension. A line is servers of one rank each: pairwise
+//! exchange.
 //!
 //! An all-to-all of blocks of any length stays pairwise ([`super::pairwise::all_to_all_v`]). A rank knows only its own
-//! counts, so a relay would have to learn those of its server's other ranks first: a step of m-1 messages of G-1 counts each,
-//! and then a schedule that is made in the middle of the operation. It would also have to hold what others send through it,
-//! whose sum no own count bounds: one rank that sends everything to one index fills a single relay, and the exchange takes m
-//! times as long there as a pairwise one.
+//! counts, so a relay would have to learn those of its server's other ranks first: a step of m-1 messages of G-1 counts
+//! each, and then a schedule that is made in the middle of the operation. It would also have to hold what others send
+//! through it, whose sum no own count bounds: one rank that sends everything to one index fills a single relay, and the
+//! exchange takes m times as long there as a pairwise one.
 
 use super::hierarchical_ring::servers_of;
 use super::{Buffer, Landing, Layout, Local, Place, Recv, Region, Schedule, Send, Shape, Span, pairwise};
@@ -26,20 +27,24 @@ use sumac_hal::ids::Rank;
 ///
 /// The blocks are those of [`super::pairwise::all_to_all`].
 pub fn all_to_all(place: Place, count: usize, shape: Shape) -> Schedule {
-    let servers = Servers::new(place, count, shape);
-    if servers.each == 1 {
-        return pairwise::all_to_all(place, count);
-    }
+    let servers = Servers::new(place, count, shape, false);
     let own = servers.block(place.rank()).len;
-    let layout = Layout {
-        work: servers.collected(servers.servers).span.start,
-        ..Layout::moves(count, own * place.ranks() as usize, None)
-    };
-    let mut schedule = Schedule::moving(place, layout);
-    servers.push_own(&mut schedule);
-    servers.push_inside(&mut schedule);
-    servers.push_between(&mut schedule);
-    schedule
+    let layout = Layout::moves(count, own * place.ranks() as usize, None);
+    if servers.each == 1 { pairwise::all_to_all(place, count) } else { servers.schedule(layout) }
+}
+
+/// Schedule an all-to-all in place: block s of p, each of `each` elements, goes to rank s, and rank s's block replaces
+/// it.
+///
+/// The messages are those of [`all_to_all`], so some ranks may run in place and others not. What comes from the own
+/// server waits in `Work` until all blocks have left. In a line it is [`pairwise::all_to_all_in_place`].
+pub fn all_to_all_in_place(place: Place, each: usize, shape: Shape) -> Schedule {
+    let whole = each * place.ranks() as usize;
+    let servers = Servers::new(place, whole, shape, true);
+    if servers.each == 1 {
+        return pairwise::all_to_all_in_place(place, each);
+    }
+    servers.schedule(Layout::moves(whole, whole, Some(0)))
 }
 
 /// G servers of m ranks, as one rank sees them.
@@ -51,13 +56,23 @@ struct Servers {
     /// The own server, and the own index there.
     server: u32,
     index: u32,
+    in_place: bool,
 }
 
 impl Servers {
-    fn new(place: Place, count: usize, shape: Shape) -> Self {
+    fn new(place: Place, count: usize, shape: Shape, in_place: bool) -> Self {
         let [servers, each] = servers_of(shape.dims(place.ranks()));
         let rank = place.rank().0;
-        Self { place, count, servers, each, server: rank / each, index: rank % each }
+        Self { place, count, servers, each, server: rank / each, index: rank % each, in_place }
+    }
+
+    fn schedule(&self, layout: Layout) -> Schedule {
+        let end = self.collected(self.servers).span;
+        let mut schedule = Schedule::moving(self.place, Layout { work: end.start, ..layout });
+        self.push_own(&mut schedule);
+        self.push_inside(&mut schedule);
+        self.push_between(&mut schedule);
+        schedule
     }
 
     const fn rank(&self, server: u32, index: u32) -> Rank {
@@ -69,13 +84,16 @@ impl Servers {
         Span::of_block(self.count, self.place.ranks(), rank.0)
     }
 
-    /// Where what this rank collects for its index on a server lies: a block of each rank of its own server. Those for
-    /// servers before that one are in front, but the own server's, which need not be collected.
+    /// Where what this rank collects for its index on a server lies: a block of each rank of its own server, behind
+    /// those for servers before that one. What the own server needs itself goes straight to the output, unless in
+    /// place.
     fn collected(&self, server: u32) -> Region {
-        let len = |server| self.block(self.rank(server, self.index)).len * self.each as usize;
-        let start = (0..server).filter(|&before| before != self.server).map(len).sum();
-        let len = if server == self.servers || server == self.server { 0 } else { len(server) };
-        Buffer::Work.at(Span { start, len })
+        let len = |server: u32| match server {
+            server if server == self.server && !self.in_place => 0,
+            server => self.block(self.rank(server, self.index)).len * self.each as usize,
+        };
+        let end = server == self.servers;
+        Buffer::Work.at(Span { start: (0..server).map(len).sum(), len: if end { 0 } else { len(server) } })
     }
 
     /// Where what arrives from a server's rank lies in the output.
@@ -86,7 +104,7 @@ impl Servers {
 
     /// Where a block of rank `index` of the own server lands at the relay, this rank, on its way to a server.
     fn relayed(&self, server: u32, index: u32) -> Region {
-        if server == self.server {
+        if server == self.server && !self.in_place {
             return self.arrived(self.rank(server, index));
         }
         let len = self.block(self.rank(server, self.index)).len;
@@ -116,6 +134,11 @@ impl Servers {
             }
         }
         schedule.exchange(&sends, &recvs);
+        if self.in_place {
+            let first = self.arrived(self.rank(self.server, 0)).span;
+            let from = self.collected(self.server);
+            schedule.move_locally(&[Local::copy(from, Buffer::Output.at(Span { len: from.span.len, ..first }))]);
+        }
     }
 
     /// The ranks of one index exchange what they have collected for each other.

@@ -158,8 +158,8 @@ mod tests {
     use super::*;
     use crate::schedule::swing::all_reduce_on_torus;
     use crate::schedule::{
-        Place, Shape, bine, full_mesh, halving_doubling, hierarchical_ring, mesh_2d, ring, ring_2d, swing, torus_2d,
-        tree::Tree,
+        Place, Shape, bine, full_mesh, halving_doubling, hierarchical_pairwise, hierarchical_ring, mesh_2d, pairwise,
+        ring, ring_2d, swing, torus_2d, tree::Tree,
     };
     use sumac_hal::ctrl::Order;
 
@@ -288,6 +288,19 @@ mod tests {
         assert_eq!(found, u64::from(servers * each) * 2 * (count as u64 / 6) * 3 / 4);
         // A ring in rank order sends all but a block across each border, twice.
         assert_eq!(between(&|place| ring::all_reduce(place, count)), u64::from(servers) * 2 * count as u64 * 23 / 24);
+    }
+
+    #[test]
+    fn hierarchical_all_to_all_sends_each_block_between_servers_once() {
+        let (servers, each, count) = (4, 6, 24 * 10);
+        let shape = Shape::Servers(std::num::NonZeroU32::new(each).expect("not 0"));
+        let groups = Dragonfly { group: each, offset: 0, groups: servers };
+        let between = |schedule: &dyn Fn(Place) -> Schedule| {
+            Loads::count(Place::all(servers * each).map(schedule), &groups).totals().values().sum::<u64>()
+        };
+        let found = between(&|place| hierarchical_pairwise::all_to_all(place, count, shape));
+        assert_eq!(found, u64::from(servers * each) * count as u64 * 3 / 4);
+        assert_eq!(between(&|place| pairwise::all_to_all(place, count)), found, "the same bytes in fewer messages");
     }
 
     #[test]

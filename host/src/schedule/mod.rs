@@ -39,7 +39,7 @@
 //! | [`pairwise::all_reduce`] | p-1 + l | 2n(p-1)/p | n(p-1)/p | 2n(p-1)/p |
 //! | [`tree::reduce`], one node | p-1 | n(p-1) | n(p-1) | n |
 //! | [`tree::all_reduce`], one node | p-1 + l | n(p-1) + n l | n(p-1) | n l |
-//! | [`tree::reduce`], large n: D combinations on the longest path, k segments (bounds) | D + k | 2n (1 + D/k) | n | 2n |
+//! | [`tree::reduce`], large n: D combinations in a row, k segments (bounds) | D + k | 2n (1 + D/k) | n | 2n |
 //! | [`tree::all_reduce`], the same | 2D + k | 4n (1 + D/k) | n | 4n |
 //! | [`dissemination::barrier`] | l | 0 | 0 | 0 |
 //! | [`one_shot::all_reduce`] | 1 | n(p-1) | n(p-1) | n(p-1) |
@@ -81,7 +81,7 @@
 //! | [`mesh_2d::all_reduce`] | their sum over all dimensions | | | |
 //! | [`hierarchical_ring::all_reduce`], G servers of m > 1 ranks | 2 + 2(G-1), two of m-1 messages | 2n(p-1)/p | n(p-1)/p | 2n(p-1)/p |
 //! | [`hierarchical_ring::reduce_scatter`], [`hierarchical_ring::all_gather`] | 1 + G-1 | n(p-1)/p | n(p-1)/p; 0 | n(p-1)/p |
-//! | [`hierarchical_pairwise::all_to_all`] | 1 + G-1, one of m-1 messages | n ((m-1)/m + (G-1)/G) | 0 | the same |
+//! | [`hierarchical_pairwise::all_to_all`] | 1 + G-1, one of m-1 messages | n ((m-1)/m + (G-1)/G) | 0 | as the path |
 //!
 //! The last ones use the [`Shape`] of the ranks; Swing does where it is a torus of powers of two.
 //!

@@ -1,9 +1,9 @@
 //! Pipelines: messages cut into segments, of which several are under way at once.
 //!
-//! A pipeline of k segments of n elements takes (f + m k) alpha + (b + c/k) n beta: f further steps and c n elements fill
-//! it, and the busiest rank sends or receives m messages for each segment. A step is not all that a segment costs: each of
-//! its messages has a frame and a wake-up of its own, so what a rank sends to two others is paid twice. The best k is
-//! sqrt(c n beta / (m alpha)) ([`segments`]).
+//! A pipeline of k segments of n elements takes (f + m k) alpha + (b + c/k) n beta: f further steps and c n elements
+//! fill it, and the busiest rank sends or receives m messages for each segment. A step is not all that a segment costs:
+//! each of its messages has a frame and a wake-up of its own, so what a rank sends to two others is paid twice. The
+//! best k is sqrt(c n beta / (m alpha)) ([`segments`]).
 //!
 //! Invariant: messages have times on a common clock, the same at both ends, and each rank's steps are in its order. So
 //! ranks never wait in a cycle, even if each send waits for its receiver.

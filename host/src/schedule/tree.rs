@@ -249,8 +249,8 @@ pub fn reduce(place: Place, count: usize, tree: &Tree, root: Rank) -> Schedule {
     schedule
 }
 
-/// Schedule an all-reduce of `count` elements: up along the tree, and down by a binomial broadcast or, in segments, back
-/// along the same ranks.
+/// Schedule an all-reduce of `count` elements: up along the tree, and down by a binomial broadcast or, in segments,
+/// back along the same ranks.
 ///
 /// `tree` must be over `place.ranks()` ranks.
 pub fn all_reduce(place: Place, count: usize, tree: &Tree) -> Schedule {

@@ -286,14 +286,15 @@ mod tests {
             cases.iter().map(|case| case.algo.name()).collect::<Vec<_>>().join(" ")
         };
         let first = "auto tree ring hd rd binomial pairwise host-tree one-shot";
-        let others = "star full-mesh dbt nhr swing swing-latency bine 2d-ring 2d-torus 2d-mesh hier-ring";
+        let others = "star full-mesh dbt nhr swing swing-latency bine 2d-ring 2d-torus 2d-mesh hier-ring chain";
         assert_eq!(algos("all_reduce"), format!("{first} {others}"));
-        assert_eq!(algos("broadcast"), "auto tree binomial one-shot star dbt bine van-de-geijn");
+        assert_eq!(algos("broadcast"), "auto tree binomial one-shot star dbt bine van-de-geijn chain");
         assert_eq!(
             algos("all_gather"),
             "auto tree ring hd bruck one-shot full-mesh nhr pat bine 2d-ring 2d-torus 2d-mesh hier-ring"
         );
         assert_eq!(algos("gather"), "auto binomial star");
+        assert_eq!(algos("all_to_all"), "auto pairwise hier-pairwise");
     }
 
     #[test]

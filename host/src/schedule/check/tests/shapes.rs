@@ -69,6 +69,28 @@ fn factorisations_are_all_there_are() {
     assert_eq!(factorisations(64).len(), 1 + 5 + 10 + 10);
 }
 
+/// Ranks that run in place send and receive the same messages as others, so both can be in one call.
+#[test]
+fn hierarchical_all_to_all_runs_in_place_on_any_ranks() {
+    use crate::schedule::hierarchical_pairwise::{all_to_all, all_to_all_in_place};
+    for ranks in 1..=24_u32 {
+        for extents in factorisations(ranks) {
+            for each in [0, 1, 7] {
+                // The orders of the pairwise exchange of a line differ.
+                let is_mixed = extents.len() > 1;
+                for in_place in &[[true, true], [true, false], [false, true]][..if is_mixed { 3 } else { 1 }] {
+                    let part = |place: Place| match in_place[place.rank().0 as usize % 2] {
+                        true => all_to_all_in_place(place, each, grid(&extents)),
+                        false => all_to_all(place, each * ranks as usize, grid(&extents)),
+                    };
+                    let schedules: Vec<_> = Place::all(ranks).map(part).collect();
+                    check(Goal::AllToAll, &schedules).unwrap_or_else(|error| panic!("{extents:?} x {each}: {error}"));
+                }
+            }
+        }
+    }
+}
+
 /// The closed forms of the papers, written out for two dimensions.
 #[test]
 fn counts_of_two_dimensions_match_the_papers() {
