@@ -14,15 +14,15 @@
 //! | gather, scatter | ceil(log2 p) alpha + (p-1)/p n beta | the same |
 //! | all-reduce: reduce, broadcast | ceil(log2 p) (2 alpha + 2n beta + n gamma) | their sum |
 //!
-//! Segments do not help these trees. Through one port the root of a broadcast sends n to each of its ceil(log2 p)
-//! children, and that of a reduction receives as much, whatever the order: ceil(log2 p) n beta is both the path above
-//! and the least that k segments take, and those take k ceil(log2 p) latencies. An all-reduce could send segments back
-//! while others arrive, in ceil(log2 p) (k+1) steps and n ceil(log2 p) (1 + 1/k) elements, half of the path above. But
-//! where n beta is the 2 latencies or more from which that pays, [`super::halving_doubling`] takes 2 ceil(log2 p) steps
-//! and less than 4n elements, and [`super::pairwise`], which evaluates the same expression, p-1 + ceil(log2 p) steps
-//! and less than 2n. Only from 33 ranks on, in the declared order, with p no power of two and n between 2 and 3
-//! latencies (6 of 65 ranks), would segments be up to a tenth faster than both. There the pipelined expression of
-//! [`super::tree`] is faster still: each of its ranks sends and receives at most 2n in either way.
+//! Segments do not help these trees. Through one port the root of a broadcast sends n to each of its l = ceil(log2 p)
+//! children, and that of a reduction receives as much, in any order: l n beta is the path above, and the least that k
+//! segments take, in k l steps. An all-reduce could send segments back while others arrive: l (k+1) steps and l n (1 +
+//! 1/k) elements, of which the best k are cheaper than 2l and 2l n from n beta = 2 alpha on. But there halving-doubling
+//! takes at most 2l steps and less than 4n elements. In the declared order of this expression, which halving-doubling
+//! has for some p only, [`super::pairwise`] takes p-1 + l steps and less than 2n elements, and from 125 ranks on the
+//! segments of [`super::tree`] are faster. That leaves 23 to 124 ranks, and n beta of 2 to 10 alpha, where segments
+//! here would save at most 15 % of the model's time. It does not even count that some ranks would receive from below
+//! and above in one step.
 
 use super::{Buffer, Landing, Layout, Local, Place, Recv, Schedule, Send, Side, Span, Step};
 use sumac_hal::ids::Rank;

@@ -104,6 +104,10 @@ struct Combinations {
     depth: u32,
     /// The rank that plays none.
     free: Rank,
+    /// What this rank plays.
+    own: Option<usize>,
+    /// What takes this rank's input: its own, or another rank's.
+    taking: Option<usize>,
 }
 
 /// Append a reduction of `Input` to the root's `Output`, and return the `Work` that it needs.
@@ -172,7 +176,9 @@ impl Combinations {
             all.push(Combination { left, right, player, depth, parent });
         }
         let free = free.last().copied().unwrap_or(place.rank());
-        Self { place, count, segments, all, depth, free }
+        let own = all.iter().position(|one| one.player == place.rank());
+        let taking = all.iter().position(|one| [one.left, one.right].contains(&Value::Input(place.rank())));
+        Self { place, count, segments, all, depth, free, own, taking }
     }
 
     fn span(&self, segment: u32) -> Span {
@@ -184,14 +190,9 @@ impl Combinations {
         self.count.div_ceil(self.segments as usize)
     }
 
-    /// The combination that this rank plays.
-    fn own(&self) -> Option<usize> {
-        self.all.iter().position(|combination| combination.player == self.place.rank())
-    }
-
     /// The length of `Work`.
-    fn work(&self) -> usize {
-        if self.own().is_some() { 3 * self.segment_len() } else { 0 }
+    const fn work(&self) -> usize {
+        if self.own.is_some() { 3 * self.segment_len() } else { 0 }
     }
 
     /// When a combination takes its first segment.
@@ -209,18 +210,13 @@ impl Combinations {
 
     /// Reduce to the `Output` of the last combination's player.
     fn reduce(&self, clock: &mut Clock) {
-        let me = self.place.rank();
+        let elsewhere = self.taking.filter(|taking| self.own != Some(*taking)).map(|taking| &self.all[taking]);
         for segment in 0..self.segments {
-            // What others combine of this rank's input.
-            let is_mine = |combination: &&Combination| {
-                let sides = [combination.left, combination.right];
-                combination.player != me && sides.contains(&Value::Input(me))
-            };
-            if let Some(taking) = self.all.iter().find(is_mine) {
+            if let Some(taking) = elsewhere {
                 let from = Buffer::Input.at(self.span(segment));
                 clock.at(self.begin(taking) + segment).sends.push(Send { peer: taking.player, from });
             }
-            if let Some(own) = self.own() {
+            if let Some(own) = self.own {
                 self.combine(own, segment, clock);
             }
         }
@@ -258,8 +254,6 @@ impl Combinations {
 
     /// Send the results back: those at depth d take their first segment at D-1+d, others one by one.
     fn broadcast(&self, clock: &mut Clock) {
-        let me = self.place.rank();
-        let own = self.own();
         for segment in 0..self.segments {
             let elements = Buffer::Output.at(self.span(segment));
             let mut take = |peer: Rank, depth: u32| {
@@ -267,9 +261,8 @@ impl Combinations {
                 let recv = Recv { peer, sent_from: Buffer::Output, landing };
                 clock.at(self.depth - 1 + depth + segment).recvs.push(recv);
             };
-            let Some(own) = own.map(|own| &self.all[own]) else {
-                let has_me = |one: &&Combination| [one.left, one.right].contains(&Value::Input(me));
-                if let Some(above) = self.all.iter().find(has_me) {
+            let Some(own) = self.own.map(|own| &self.all[own]) else {
+                if let Some(above) = self.taking.map(|taking| &self.all[taking]) {
                     take(above.player, above.depth + 1);
                 }
                 continue;

@@ -161,3 +161,19 @@ fn all_segmented_algorithms_are_planted_with_mistakes_in_several_segments() {
         planted::assert_mistakes_are_found(algorithm, Goal::of(algorithm.pattern, Rank(1)), &good);
     }
 }
+
+#[test]
+fn chains_are_no_other_algorithm() {
+    for pattern in [Pattern::AllReduce, Pattern::Reduce, Pattern::Broadcast] {
+        let of = |algorithm: &Algorithm| {
+            [8, 9].map(|ranks| {
+                schedules(algorithm, ranks, 1 << 20, Rank(if algorithm.pattern.is_rooted() { 2 } else { 0 }))
+            })
+        };
+        let all = || ALGORITHMS.iter().filter(|algorithm| algorithm.pattern == pattern);
+        let chain = all().find(|algorithm| algorithm.path() == Path::Chain).expect("in the table");
+        for other in all().filter(|algorithm| algorithm.name != chain.name) {
+            assert!(of(chain) != of(other), "{chain:?} is {other:?}");
+        }
+    }
+}
