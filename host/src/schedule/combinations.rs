@@ -87,6 +87,7 @@ enum Value {
 struct Combination {
     left: Value,
     right: Value,
+    /// Rank 0 until it is known.
     player: Rank,
     /// The distance from the last combination.
     depth: u32,
@@ -129,20 +130,20 @@ pub(super) fn push_all_reduce(schedule: &mut Schedule, count: usize, tree: &Tree
     combinations.work()
 }
 
-/// Return the combinations of a tree, with their depths, and one more than the largest.
-fn combinations_of(tree: &Tree) -> (Vec<(Value, Value, Option<usize>, u32)>, u32) {
-    let mut all = Vec::new();
+/// Return the combinations of a tree, without their players, and one more than the largest depth.
+fn combinations_of(tree: &Tree) -> (Vec<Combination>, u32) {
+    let mut all: Vec<Combination> = Vec::new();
     tree.evaluate(Value::Input, |left, right| {
-        all.push((left, right, None, 0));
+        all.push(Combination { left, right, player: Rank(0), depth: 0, parent: None });
         Value::Combination(all.len() - 1)
     });
     let mut end = 0;
     for at in (0..all.len()).rev() {
-        let (left, right, _, depth) = all[at];
+        let Combination { left, right, depth, .. } = all[at];
         end = end.max(depth + 1);
         for side in [left, right] {
             if let Value::Combination(below) = side {
-                (all[below].2, all[below].3) = (Some(at), depth + 1);
+                (all[below].parent, all[below].depth) = (Some(at), depth + 1);
             }
         }
     }
@@ -156,11 +157,11 @@ pub(super) fn depth(tree: &Tree) -> u32 {
 
 impl Combinations {
     fn new(place: Place, count: usize, segments: u32, tree: &Tree, root: Option<Rank>) -> Self {
-        let (found, depth) = combinations_of(tree);
-        let mut all: Vec<Combination> = Vec::with_capacity(found.len());
+        let (mut all, depth) = combinations_of(tree);
         // For each combination, the rank below it that plays none.
-        let mut free: Vec<Rank> = Vec::with_capacity(found.len());
-        for (left, right, parent, depth) in found {
+        let mut free: Vec<Rank> = Vec::with_capacity(all.len());
+        for combination in &mut all {
+            let Combination { left, right, parent, .. } = *combination;
             let free_of = |side| match side {
                 Value::Input(rank) => rank,
                 Value::Combination(below) => free[below],
@@ -173,7 +174,7 @@ impl Combinations {
             };
             let (player, rest) = if plays_left { (sides[0], sides[1]) } else { (sides[1], sides[0]) };
             free.push(rest);
-            all.push(Combination { left, right, player, depth, parent });
+            combination.player = player;
         }
         let free = free.last().copied().unwrap_or(place.rank());
         let own = all.iter().position(|one| one.player == place.rank());

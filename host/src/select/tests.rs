@@ -420,6 +420,27 @@ fn algorithms_of_several_dimensions_are_priced_by_the_shape() {
 }
 
 #[test]
+fn hierarchical_all_to_all_is_refused_in_a_line_and_priced_by_its_servers() {
+    let exchange = OpDesc { collective: Collective::AllToAll, op: None, ..sum(60) };
+    let at = |shape, path| cost(&in_shape(shape, 6), &exchange, path);
+    assert!(matches!(at("line", Path::HierarchicalPairwise), Err(RuledOut::Shape { path: "hier-pairwise", .. })));
+    // 240 B: 160 and 120 B, and a message for each other server instead of five. In the first step a server of three sends
+    // two messages.
+    assert_eq!(at("2x3", Path::HierarchicalPairwise), Ok(2.0 + 2.0 / 16.0 + 1e4 + 280.0));
+    assert_eq!(at("servers:2", Path::HierarchicalPairwise), Ok(3.0 + 2.0 / 16.0 + 280.0));
+    assert_eq!(at("2x3", Path::Pairwise), Ok(5.0 + 200.0));
+}
+
+#[test]
+fn large_messages_in_a_declared_order_are_priced_in_segments() {
+    let context = SelectionContext { order: Order::TreePairwise, ..selection(64, Order::TreePairwise, Ok(TREE)) };
+    let reduce = |count| OpDesc { collective: Collective::Reduce, ..sum(count) };
+    let per_byte = |count: u64| cost(&context, &reduce(count), Path::HostTree).expect("possible") / (4 * count) as f64;
+    // Node by node the root receives 63 times as much as it sends.
+    assert!(per_byte(1 << 26) < per_byte(1 << 12) / 10.0, "{} {}", per_byte(1 << 26), per_byte(1 << 12));
+}
+
+#[test]
 fn survivors_of_a_communicator_are_in_a_line() {
     let whole = in_shape("2x3", 6);
     assert_eq!((whole.for_ranks(6).shape, whole.for_ranks(4).shape), (whole.shape, Shape::Line));
