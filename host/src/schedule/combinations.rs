@@ -97,7 +97,6 @@ struct Combination {
 
 /// The combinations of an expression, each behind those of its sides, as one rank sees them.
 struct Combinations {
-    place: Place,
     count: usize,
     segments: u32,
     all: Vec<Combination>,
@@ -179,7 +178,7 @@ impl Combinations {
         let free = free.last().copied().unwrap_or(place.rank());
         let own = all.iter().position(|one| one.player == place.rank());
         let taking = all.iter().position(|one| [one.left, one.right].contains(&Value::Input(place.rank())));
-        Self { place, count, segments, all, depth, free, own, taking }
+        Self { count, segments, all, depth, free, own, taking }
     }
 
     fn span(&self, segment: u32) -> Span {
