@@ -16,7 +16,8 @@ use sumac_hal::wire::RankMask;
 /// A path, and why it is not the tree if the algorithm was left open.
 type Selected = (Path, Option<Arc<str>>);
 
-/// The most messages of a schedule that is kept: a long one takes little time to make beside its messages.
+/// The most messages of a schedule that is kept, with its steps: those of a long one take little time to compute beside
+/// its messages.
 const KEPT_MESSAGES_MAX: usize = 256;
 
 /// What paths are selected by. Invariant: a cached selection is of the present context and queue position.
@@ -167,7 +168,8 @@ impl Selection {
         }
     }
 
-    /// Return the schedule of an operation by a path: the one that `make` made for it last, or a new one.
+    /// Return the schedule of an operation by a path: the one that `make` made for it last, or a new one. What is kept
+    /// is stored, so that calling again computes nothing.
     pub(super) fn schedule(
         &mut self,
         (desc, path, is_in_place): (&OpDesc, Path, bool),
@@ -177,10 +179,13 @@ impl Selection {
         if let Some(schedule) = self.schedules.find(&key) {
             return Ok(schedule);
         }
-        let schedule = Arc::new(make(self)?);
-        if schedule.messages() <= KEPT_MESSAGES_MAX {
-            self.schedules.keep(key, Arc::clone(&schedule));
+        let schedule = make(self)?;
+        // Most of many steps have messages: they need not be counted.
+        if schedule.len() > KEPT_MESSAGES_MAX || schedule.messages() > KEPT_MESSAGES_MAX {
+            return Ok(Arc::new(schedule));
         }
+        let schedule = Arc::new(schedule.stored());
+        self.schedules.keep(key, Arc::clone(&schedule));
         Ok(schedule)
     }
 

@@ -144,7 +144,7 @@ impl Run<'_> {
             other => return other,
         }
         while !link.tx.is_between_frames() {
-            let sends = self.step.sends;
+            let sends = &self.step.sends;
             let slot = (0..sends.len()).find(|&slot| sends[slot].peer == peer && is_next(sends, &mesh.sends, slot));
             let Some(slot) = slot else { return IoOutcome::Ended };
             let bytes = self.memory.outgoing(sends[slot].from);

@@ -214,7 +214,7 @@ impl Run<'_> {
         for slot in 0..self.step.recvs.len() {
             moved |= !self.mesh.recvs[slot].done && self.read_post(slot)?;
         }
-        let is_over = !(self.step.sends.is_empty() && self.step.recvs.is_empty()) && self.is_step_done();
+        let is_over = self.step.step().has_messages() && self.is_step_done();
         if is_over {
             self.mesh.finish_round(self.step.recvs.len());
         } else if posted {
@@ -224,10 +224,10 @@ impl Run<'_> {
     }
 
     fn post(&mut self) -> bool {
-        if open(self.step.sends, &self.mesh.sends).next().is_none() {
+        if open(&self.step.sends, &self.mesh.sends).next().is_none() {
             return false;
         }
-        let bytes = self.memory.outgoing(region_to_post(self.call.collective, self.step.sends));
+        let bytes = self.memory.outgoing(region_to_post(self.call.collective, &self.step.sends));
         let posted = self.mesh.post_for_all((&self.call, self.number), bytes);
         if posted {
             self.note_posted();
@@ -294,8 +294,8 @@ impl Run<'_> {
         if self.board_use != BoardUse::Runs {
             return false;
         }
-        let is_readable = open(self.step.recvs, &self.mesh.recvs).any(|recv| self.has_posted(recv.peer));
-        let sends = open(self.step.sends, &self.mesh.sends).next().is_some();
+        let is_readable = open(&self.step.recvs, &self.mesh.recvs).any(|recv| self.has_posted(recv.peer));
+        let sends = open(&self.step.sends, &self.mesh.sends).next().is_some();
         is_readable || sends && self.mesh.board.board.as_mut().is_some_and(|board| board.can_post())
     }
 }

@@ -109,7 +109,7 @@ fn rank_lost_in_any_step_is_named_and_no_result_is_wrong() {
                             return (mesh.place().rank(), result.map(|()| buf), Some(mesh));
                         }
                         let mut part = Schedule::reducing(mesh.place(), *whole.layout());
-                        whole.steps().take(last_words).for_each(|step| part.push(step));
+                        whole.steps().map(|step| part.push(step)).take(last_words).for_each(drop);
                         let ctx = context(0, desc, path);
                         // The mesh is dropped here without notice.
                         let result = execute(&mut mesh, &part, kernel.as_ref(), &mut buf[..], &ctx, &mut NoInterrupt);

@@ -17,7 +17,7 @@ use super::message::Messages;
 use super::poll::PollTarget;
 use super::run::Progress;
 use super::sharing::Sharing;
-use crate::schedule::Place;
+use crate::schedule::{Place, StepBuffer};
 use crate::secret::JobSecret;
 use crate::wait_policy::{CoreWatch, WaitPolicy};
 use rustix::event::PollFd;
@@ -76,6 +76,9 @@ pub struct Mesh {
     pub(super) spare: Vec<u8>,
     /// Partial values, where they do not lie in the caller's buffer.
     pub(super) work: Vec<u8>,
+    /// Room for the current step, and for a look at later ones.
+    pub(super) step: StepBuffer,
+    pub(super) later_step: StepBuffer,
     pub(super) sends: Vec<Progress>,
     pub(super) recvs: Vec<Progress>,
     pub(super) pollfds: Vec<PollFd<'static>>,
@@ -139,6 +142,8 @@ impl Mesh {
             scratch: vec![0; SCRATCH_BYTES + PAGE_BYTES],
             spare: vec![0; SCRATCH_BYTES],
             work: Vec::new(),
+            step: StepBuffer::default(),
+            later_step: StepBuffer::default(),
             sends: Vec::new(),
             recvs: Vec::new(),
             pollfds: Vec::new(),

@@ -190,7 +190,7 @@ impl Run<'_> {
 
     /// Return whether a link in shared memory has something to read or room to write that the operation needs.
     fn is_link_due(&mut self, peer: Rank) -> bool {
-        let sends = open(self.step.sends, &self.mesh.sends).any(|send| send.peer == peer);
+        let sends = open(&self.step.sends, &self.mesh.sends).any(|send| send.peer == peer);
         self.is_link_readable(peer) || sends && self.mesh.links[peer.0 as usize].is_shared_writable()
     }
 
@@ -231,7 +231,7 @@ impl Run<'_> {
                 // Readable at its end, which may come before what is left in shared memory is read.
                 let mut interest = PollFlags::empty();
                 interest.set(PollFlags::IN, !link.has_socket_ended());
-                let sends = open(self.step.sends, &self.mesh.sends).any(|send| send.peer == peer);
+                let sends = open(&self.step.sends, &self.mesh.sends).any(|send| send.peer == peer);
                 interest.set(PollFlags::OUT, sends && !link.tx.is_shared);
                 interest
             }
@@ -239,7 +239,7 @@ impl Run<'_> {
                 let held = link.rx.frame.is_some_and(|header| header.kind != FrameKind::Abort);
                 let mut interest = PollFlags::empty();
                 interest.set(PollFlags::IN, !held || self.receives_from(peer));
-                let sends = open(self.step.sends, &self.mesh.sends).any(|send| send.peer == peer);
+                let sends = open(&self.step.sends, &self.mesh.sends).any(|send| send.peer == peer);
                 interest.set(PollFlags::OUT, sends && !link.tx.is_shared);
                 interest
             }
@@ -265,14 +265,14 @@ impl Run<'_> {
         if self.board_use == BoardUse::Runs {
             return false;
         }
-        let (recvs, progress) = (self.step.recvs, &self.mesh.recvs);
+        let (recvs, progress) = (&self.step.recvs, &self.mesh.recvs);
         (0..recvs.len()).any(|slot| recvs[slot].peer == peer && is_next(recvs, progress, slot))
     }
 
     /// Return a rank that the current step waits for.
     fn awaited(&self) -> Rank {
-        let recv = open(self.step.recvs, &self.mesh.recvs).next().map(|recv| recv.peer);
-        let send = open(self.step.sends, &self.mesh.sends).next().map(|send| send.peer);
+        let recv = open(&self.step.recvs, &self.mesh.recvs).next().map(|recv| recv.peer);
+        let send = open(&self.step.sends, &self.mesh.sends).next().map(|send| send.peer);
         recv.or(send).or(self.mesh.messages.awaited(self.call.rank)).unwrap_or(self.call.rank)
     }
 }

@@ -16,7 +16,7 @@ use super::mesh::Mesh;
 use super::poll_backoff::{NextPoll, PollBackoff};
 use super::run::{Execution, Run};
 use super::shared::SharedLink;
-use crate::schedule::{Local, Recv, Region, Schedule};
+use crate::schedule::{Local, Recv, Region, Schedule, StepBuffer};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
@@ -69,17 +69,24 @@ impl Round {
         is_in_place: bool,
     ) -> Result<Option<Self>, ExecError> {
         let place = schedule.place();
-        let (Some(step), true) = (schedule.step(0), is_for_board(desc, path, place.ranks())) else { return Ok(None) };
-        let later = |index| schedule.step(index).is_some_and(|step| step.sends.is_empty() && step.recvs.is_empty());
-        if !step.locals.is_empty() || !(1..schedule.len()).all(later) {
+        let mut step = StepBuffer::default();
+        if !is_for_board(desc, path, place.ranks()) || !schedule.read(0, &mut step) || !step.locals.is_empty() {
             return Ok(None);
+        }
+        let (mut later, mut locals) = (StepBuffer::default(), Vec::new());
+        for index in 1..schedule.len() {
+            schedule.read(index, &mut later);
+            if later.step().has_messages() {
+                return Ok(None);
+            }
+            locals.append(&mut later.locals);
         }
         let layout = MemoryLayout::new(schedule, desc.element_bytes(), kernel.as_ref(), is_in_place)?;
         let len_bytes = |region: Region| (region.span.len * layout.bytes_each(region.buffer)) as u64;
         let sent_bytes = step.sends.iter().map(|send| len_bytes(send.from)).sum();
-        let posts = (!step.sends.is_empty()).then(|| layout.locate(region_to_post(desc.collective, step.sends)));
-        let all_locals = schedule.steps().flat_map(|step| step.locals);
-        let locals = all_locals.filter(|local| !layout.is_in_place(local)).copied().collect();
+        let posts = (!step.sends.is_empty()).then(|| layout.locate(region_to_post(desc.collective, &step.sends)));
+        locals.retain(|local| !layout.is_in_place(local));
+        let locals = locals.into();
         let recvs = step.recvs.into();
         let call = Call::new(place.rank(), 0, desc.signature(path, table_version), desc, path);
         let start_bytes = start_in_post(desc, place) * desc.element_bytes();

@@ -8,6 +8,7 @@
 
 mod frames;
 mod interrupt;
+mod peers;
 
 use super::announce::RetryTimer;
 use super::board::BoardUse;
@@ -18,7 +19,7 @@ use super::memory::{Buffers, Memory, copy_bytes};
 use super::mesh::Mesh;
 use super::message::Message;
 use super::poll_backoff::{NextPoll, PollBackoff};
-use crate::schedule::{Recv, Schedule, Send, Step};
+use crate::schedule::{Recv, Schedule, Send, StepBuffer};
 pub use interrupt::{Interrupt, NoInterrupt};
 use std::fmt;
 use std::time::Instant;
@@ -119,6 +120,7 @@ impl<'a> Execution<'a> {
 impl Drop for Execution<'_> {
     fn drop(&mut self) {
         self.0.mesh.work = std::mem::take(&mut self.0.memory.work);
+        self.0.mesh.step = std::mem::take(&mut self.0.step);
         // The caller gets its memory back, even in the middle of an operation.
         self.0.mesh.withdraw_references();
     }
@@ -156,9 +158,9 @@ pub(super) struct Run<'a> {
     pub(super) board_use: BoardUse,
     /// An attempt has begun it ([`super::round`]), and posted what the first step sends or not.
     pub(super) attempted: Option<bool>,
-    /// The current step.
+    /// The current step, the only one in memory: in the mesh's room, which an [`Execution`] gives back.
     pub(super) index: usize,
-    pub(super) step: Step<'a>,
+    pub(super) step: StepBuffer,
     pub(super) announce_timer: RetryTimer,
     /// The messages of the call.
     pub(super) borrowed: Vec<Message<'a>>,
@@ -197,7 +199,10 @@ impl<'a> Run<'a> {
         borrowed: Vec<Message<'a>>,
         messages_only: bool,
     ) -> Self {
-        let (step, polls, announce_timer) = (Step::default(), PollBackoff::new(mesh.waiting), RetryTimer::default());
+        let mut step = if messages_only { StepBuffer::default() } else { std::mem::take(&mut mesh.step) };
+        // Nothing of it is posted before the operation begins.
+        step.clear();
+        let (polls, announce_timer) = (PollBackoff::new(mesh.waiting), RetryTimer::default());
         let (is_begun, index, board_use) = (false, 0, BoardUse::None);
         Self {
             mesh,
@@ -285,25 +290,14 @@ impl<'a> Run<'a> {
 
     /// Begin the current step, unless all are done.
     fn enter_step(&mut self) {
-        let Some(step) = self.schedule.step(self.index) else { return };
-        self.step = step;
-        reset(&mut self.mesh.sends, step.sends.len());
-        reset(&mut self.mesh.recvs, step.recvs.len());
-        for local in step.locals {
+        if self.index == self.schedule.len() || !self.schedule.read(self.index, &mut self.step) {
+            return;
+        }
+        reset(&mut self.mesh.sends, self.step.sends.len());
+        reset(&mut self.mesh.recvs, self.step.recvs.len());
+        for local in &self.step.locals {
             self.memory.run_local(local, &mut self.mesh.scratch, &mut self.mesh.spare);
         }
-    }
-
-    /// Dial the higher ranks of all steps at once, so that steps do not wait for connections one by one.
-    fn dial_peers(&mut self) -> Result<(), ExecError> {
-        for step in self.schedule.steps() {
-            for peer in step.sends.iter().map(Send::peer).chain(step.recvs.iter().map(Recv::peer)) {
-                if peer > self.mesh.rank() && matches!(self.mesh.links[peer.0 as usize].state, State::Idle) {
-                    self.mesh.dial(peer)?;
-                }
-            }
-        }
-        Ok(())
     }
 
     pub(super) fn is_step_done(&self) -> bool {
@@ -315,12 +309,12 @@ impl<'a> Run<'a> {
         let mut moved = false;
         // Sends first: peers copy what references name, while a receive here copies for as long.
         for slot in 0..self.step.sends.len() {
-            if is_next(self.step.sends, &self.mesh.sends, slot) {
+            if is_next(&self.step.sends, &self.mesh.sends, slot) {
                 moved |= self.send(slot)?;
             }
         }
         for slot in 0..self.step.recvs.len() {
-            if is_next(self.step.recvs, &self.mesh.recvs, slot) {
+            if is_next(&self.step.recvs, &self.mesh.recvs, slot) {
                 moved |= self.receive(slot)?;
             }
         }
@@ -359,7 +353,7 @@ impl<'a> Run<'a> {
 
     /// Note a reference that a peer has taken before it left.
     pub(super) fn note_taken(&mut self, peer: Rank) {
-        let (sends, progress) = (self.step.sends, &self.mesh.sends);
+        let (sends, progress) = (&self.step.sends, &self.mesh.sends);
         let mut slots = (0..sends.len()).filter(|slot| sends[*slot].peer == peer && is_next(sends, progress, *slot));
         let (Some(slot), link) = (slots.next(), &mut self.mesh.links[peer.0 as usize]) else { return };
         let outcome = link.tx.reference.map(|number| link.finish_reference(number));
@@ -447,23 +441,6 @@ impl<'a> Run<'a> {
         let at = (at_bytes - carried) / each;
         self.memory.land(recv.sent_from, &recv.landing, at, whole, &mut self.mesh.spare);
         moved
-    }
-
-    /// Return whether the rest of the schedule receives from `peer`.
-    fn awaits(&self, peer: Rank) -> bool {
-        let open = open(self.step.recvs, &self.mesh.recvs).any(|recv| recv.peer == peer) && !self.has_posted(peer);
-        open || self.later_steps().any(|step| step.recvs.iter().any(|recv| recv.peer == peer))
-    }
-
-    /// Return whether the rest of the schedule involves `peer`.
-    pub(super) fn needs(&self, peer: Rank) -> bool {
-        let open = open(self.step.sends, &self.mesh.sends).any(|send| send.peer == peer);
-        let later = |step: Step<'_>| step.sends.iter().any(|send| send.peer == peer);
-        open || self.awaits(peer) || self.later_steps().any(later)
-    }
-
-    fn later_steps(&self) -> impl Iterator<Item = Step<'_>> {
-        (self.index + 1..self.schedule.len()).filter_map(|index| self.schedule.step(index))
     }
 }
 

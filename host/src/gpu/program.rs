@@ -15,7 +15,7 @@
 
 use super::error::GpuError;
 use crate::exec::memory_layout::{MemoryLayout, Store};
-use crate::schedule::{Buffer, Landing, Region, Schedule, Span, Step};
+use crate::schedule::{Buffer, Landing, Region, Schedule, Span, StepBuffer};
 use std::collections::VecDeque;
 use std::ops::Range;
 use sumac_hal::reduce::Kernel;
@@ -119,6 +119,8 @@ const fn overlap(a: &Range<usize>, b: &Range<usize>) -> bool {
 struct Builder<'a> {
     schedules: &'a [Schedule],
     layouts: Vec<MemoryLayout>,
+    /// The step that each rank is in.
+    steps: Vec<StepBuffer>,
     piece_bytes: usize,
     ops: Vec<Op>,
     accesses: Vec<Accesses>,
@@ -154,6 +156,7 @@ impl Program {
         let mut builder = Builder {
             schedules,
             layouts: schedules.iter().map(layout).collect::<Result<_, _>>()?,
+            steps: schedules.iter().map(|_| StepBuffer::default()).collect(),
             piece_bytes,
             ops: Vec::new(),
             accesses: schedules.iter().map(|_| Accesses::default()).collect(),
@@ -209,15 +212,14 @@ impl Builder<'_> {
         loop {
             let mut moved = false;
             for rank in 0..ranks {
-                while let Some(step) = self.schedules[rank].step(at[rank]) {
-                    while received[rank] < step.recvs.len()
-                        && self.receive(rank, &step, received[rank], &at, &mut taken)?
-                    {
+                while at[rank] < self.schedules[rank].len() {
+                    let (sends, recvs) = (self.steps[rank].sends.len(), self.steps[rank].recvs.len());
+                    while received[rank] < recvs && self.receive(rank, received[rank], &at, &mut taken)? {
                         received[rank] += 1;
                         moved = true;
                     }
                     // As over connections, a step is done once its messages are received in both directions.
-                    if received[rank] < step.recvs.len() || taken[rank] < step.sends.len() {
+                    if received[rank] < recvs || taken[rank] < sends {
                         break;
                     }
                     at[rank] += 1;
@@ -238,27 +240,21 @@ impl Builder<'_> {
 
     /// Begin a step: run its local moves and post its messages.
     fn enter(&mut self, rank: usize, index: usize) {
-        let schedules = self.schedules;
-        let Some(step) = schedules[rank].step(index) else { return };
-        for local in step.locals {
+        let mut step = std::mem::take(&mut self.steps[rank]);
+        self.schedules[rank].read(index, &mut step);
+        for local in &step.locals {
             self.land((rank, local.from), rank, &local.landing);
         }
-        for send in step.sends {
+        for send in &step.sends {
             let to = send.peer.0 as usize;
-            self.posted[rank * schedules.len() + to].push_back(Posted { step: index, from: send.from });
+            self.posted[rank * self.schedules.len() + to].push_back(Posted { step: index, from: send.from });
         }
+        self.steps[rank] = step;
     }
 
     /// Receive message `slot` of a rank's step, if it has been sent.
-    fn receive(
-        &mut self,
-        rank: usize,
-        step: &Step<'_>,
-        slot: usize,
-        at: &[usize],
-        taken: &mut [usize],
-    ) -> Result<bool, GpuError> {
-        let recv = step.recvs[slot];
+    fn receive(&mut self, rank: usize, slot: usize, at: &[usize], taken: &mut [usize]) -> Result<bool, GpuError> {
+        let recv = self.steps[rank].recvs[slot];
         let sender = recv.peer.0 as usize;
         let queue = sender * self.schedules.len() + rank;
         let Some(Posted { step, from }) = self.posted.get_mut(queue).and_then(VecDeque::pop_front) else {

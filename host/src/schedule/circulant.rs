@@ -10,26 +10,66 @@
 //! steps of distance M, 2M, 4M, ... So M = 1 takes ceil(log2 p) steps, and M >= p takes p - 1 of one block each.
 
 use super::{Buffer, Landing, Layout, Place, Recv, Region, Schedule, Send, Side, Span};
-use std::collections::BTreeSet;
-use sumac_hal::ids::Rank;
 
-/// Hops of one step: all of one distance.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// Hops of one step: all of one distance, of offsets at equal intervals.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Hops {
     distance: u32,
-    /// The offsets that move, in rising order.
-    offsets: Vec<u32>,
+    /// The lowest offset that moves.
+    first: u32,
+    interval: usize,
 }
 
-/// The steps of a reduce-scatter over `ranks` ranks with `low` = M.
-fn hops(ranks: u32, low: u32) -> Vec<Hops> {
-    let with_low = |l: u32| (l..ranks).step_by(low as usize).collect::<Vec<_>>();
-    let walk = (1..low.min(ranks)).rev().map(|l| Hops { distance: l & l.wrapping_neg(), offsets: with_low(l) });
-    let levels = (low.ilog2()..ranks.next_power_of_two().ilog2()).map(|level| {
-        let distance = 1 << level;
-        Hops { distance, offsets: (distance..ranks).step_by(2 * distance as usize).collect() }
-    });
-    walk.chain(levels).collect()
+/// A reduce-scatter over `ranks` ranks with M = `low`, a power of two that is no larger than the next one from `ranks`.
+#[derive(Debug, Clone, Copy)]
+struct Walk {
+    ranks: u32,
+    low: u32,
+}
+
+impl Walk {
+    /// The number of steps in depth.
+    fn deep(self) -> u32 {
+        self.low.min(self.ranks) - 1
+    }
+
+    /// The number of steps.
+    fn steps(self) -> u32 {
+        self.deep() + self.ranks.next_power_of_two().ilog2() - self.low.ilog2()
+    }
+
+    fn hops(self, step: u32) -> Hops {
+        if step < self.deep() {
+            let l = self.deep() - step;
+            return Hops { distance: lowest_bit(l), first: l, interval: self.low as usize };
+        }
+        let distance = self.low << (step - self.deep());
+        Hops { distance, first: distance, interval: 2 * distance as usize }
+    }
+
+    fn offsets(self, hops: Hops) -> impl Iterator<Item = u32> {
+        (hops.first..self.ranks).step_by(hops.interval)
+    }
+
+    /// The step in which an offset moves. Not for offset 0.
+    fn step_of(self, offset: u32) -> u32 {
+        match offset % self.low {
+            0 => self.deep() + lowest_bit(offset).ilog2() - self.low.ilog2(),
+            l => self.deep() - l,
+        }
+    }
+
+    /// Whether an offset has taken a value before a step.
+    fn has_taken(self, offset: u32, step: u32) -> bool {
+        let distances =
+            (0..32).map(|bit| 1 << bit).take_while(|&distance| offset == 0 || distance < lowest_bit(offset));
+        let mut from = distances.map_while(|distance| offset.checked_add(distance).filter(|&from| from < self.ranks));
+        from.any(|from| self.step_of(from) < step)
+    }
+}
+
+const fn lowest_bit(offset: u32) -> u32 {
+    offset & offset.wrapping_neg()
 }
 
 /// Where partial values and elements lie.
@@ -91,52 +131,52 @@ impl Places for Slots {
     }
 }
 
-/// Append a reduce-scatter with M = `low`; `part` selects what is reduced of a block.
-pub(super) fn push_reduce_scatter(
+/// Append `segments` reduce-scatters with M = `low`, one after the other. `places` says where one has its values, and
+/// `part` what it reduces of a block.
+pub(super) fn push_reduce_scatter<P: Places>(
     schedule: &mut Schedule,
-    count: usize,
-    low: u32,
-    places: &dyn Places,
-    part: &dyn Fn(Span) -> Span,
+    (count, low, segments): (usize, u32, u32),
+    places: impl Fn(u32) -> P + std::marker::Send + Sync + 'static,
+    part: impl Fn(u32, Span) -> Span + std::marker::Send + Sync + 'static,
 ) {
     let place = schedule.place();
-    let block = |offset: u32| part(Span::of_block(count, place.ranks(), place.after(offset).0));
-    let steps = hops(place.ranks(), low);
-    // The offsets that have taken a value: what others hold is their input.
-    let mut taken: BTreeSet<u32> = BTreeSet::new();
-    let last = steps.len().saturating_sub(1);
-    for (index, step) in steps.iter().enumerate() {
-        let held = |offset: u32| match taken.contains(&offset) {
+    let walk = Walk { ranks: place.ranks(), low };
+    let steps = walk.steps();
+    schedule.compute(steps as usize * segments as usize, move |index, step| {
+        let (segment, nth) = ((index / steps as usize) as u32, (index % steps as usize) as u32);
+        let places = places(segment);
+        let block = |offset: u32| part(segment, Span::of_block(count, place.ranks(), place.after(offset).0));
+        // What an offset has not combined yet is its input.
+        let held = |offset: u32| match walk.has_taken(offset, nth) {
             true => places.partial(offset, block(offset).len),
             false => Buffer::Input.at(block(offset)),
         };
-        let (to, from) = (place.after(step.distance), place.before(step.distance));
-        let sends: Vec<Send> = step.offsets.iter().map(|&offset| Send { peer: to, from: held(offset) }).collect();
-        let recv = |&offset: &u32| {
-            let at = offset - step.distance;
-            let target = if index == last { places.result() } else { places.partial(at, block(at).len) };
-            Recv { peer: from, sent_from: held(offset).buffer, landing: Landing::combine(held(at), Side::Left, target) }
-        };
-        let recvs: Vec<Recv> = step.offsets.iter().map(recv).collect();
-        schedule.exchange(&sends, &recvs);
-        taken.extend(step.offsets.iter().map(|offset| offset - step.distance));
-    }
+        let hops = walk.hops(nth);
+        let (to, from) = (place.after(hops.distance), place.before(hops.distance));
+        for offset in walk.offsets(hops) {
+            let (sent, at) = (held(offset), offset - hops.distance);
+            let target = if nth + 1 == steps { places.result() } else { places.partial(at, block(at).len) };
+            let landing = Landing::combine(held(at), Side::Left, target);
+            step.exchange(Send { peer: to, from: sent }, Recv { peer: from, sent_from: sent.buffer, landing });
+        }
+    });
 }
 
 /// Append the all-gather of `Output`'s blocks, of which this rank has its own, with M = `low`.
 pub(super) fn push_all_gather(schedule: &mut Schedule, count: usize, low: u32) {
     let place = schedule.place();
-    // Of the block whose owner is `offset` ranks before this one.
-    let block = |offset: u32| Buffer::Output.at(Span::of_block(count, place.ranks(), place.before(offset).0));
-    for step in hops(place.ranks(), low).iter().rev() {
-        let (to, from): (Rank, Rank) = (place.after(step.distance), place.before(step.distance));
-        let sends: Vec<Send> =
-            step.offsets.iter().map(|offset| Send { peer: to, from: block(offset - step.distance) }).collect();
-        let landed =
-            |&offset: &u32| Recv { peer: from, sent_from: Buffer::Output, landing: Landing::copy(block(offset)) };
-        let recvs: Vec<Recv> = step.offsets.iter().map(landed).collect();
-        schedule.exchange(&sends, &recvs);
-    }
+    let walk = Walk { ranks: place.ranks(), low };
+    let steps = walk.steps();
+    schedule.compute(steps as usize, move |index, step| {
+        // Of the block whose owner is `offset` ranks before this one.
+        let block = |offset: u32| Buffer::Output.at(Span::of_block(count, place.ranks(), place.before(offset).0));
+        let hops = walk.hops(steps - 1 - index as u32);
+        let (to, from) = (place.after(hops.distance), place.before(hops.distance));
+        for offset in walk.offsets(hops) {
+            let recv = Recv { peer: from, sent_from: Buffer::Output, landing: Landing::copy(block(offset)) };
+            step.exchange(Send { peer: to, from: block(offset - hops.distance) }, recv);
+        }
+    });
 }
 
 /// An empty all-gather of `count` elements in all, with the own block in its place.
@@ -154,7 +194,11 @@ mod tests {
 
     #[test]
     fn hops_of_6_ranks_match_hand_computation() {
-        let found = |low| hops(6, low).into_iter().map(|hops| (hops.distance, hops.offsets)).collect::<Vec<_>>();
+        let found = |low| {
+            let walk = Walk { ranks: 6, low };
+            let hops = |step| (walk.hops(step).distance, walk.offsets(walk.hops(step)).collect());
+            (0..walk.steps()).map(hops).collect::<Vec<(u32, Vec<u32>)>>()
+        };
         assert_eq!(found(1), [(1, vec![1, 3, 5]), (2, vec![2]), (4, vec![4])]);
         assert_eq!(found(2), [(1, vec![1, 3, 5]), (2, vec![2]), (4, vec![4])]);
         assert_eq!(found(4), [(1, vec![3]), (2, vec![2]), (1, vec![1, 5]), (4, vec![4])]);

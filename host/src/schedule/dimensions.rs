@@ -10,9 +10,12 @@
 //!
 //! An all-reduce numbers parts in the order of its dimensions, so each message is one run of elements. A reduce-scatter
 //! and an all-gather have rank r's part in block r: their messages have a piece for each run of ranks.
+//!
+//! All steps are computed, because a dimension of d ranks may have d - 1 of them.
 
-use super::lines::{Form, Line, Targets};
-use super::{Buffer, Layout, Local, Place, Recv, Region, Schedule, Send, Span, Step};
+use super::lines::{Form, Line};
+use super::{Buffer, DIMENSIONS_MAX, Layout, Local, Place, Region, Schedule, Span, StepBuffer};
+use std::sync::Arc;
 use sumac_hal::ids::Rank;
 
 /// The dimensions of a grid in the order of a sub-collective, each with the form of its lines.
@@ -21,7 +24,7 @@ pub(super) type Order = Vec<(usize, Form)>;
 /// Schedule an all-reduce of `count` elements over a grid, with a sub-collective for each of `orders`.
 pub(super) fn all_reduce(place: Place, count: usize, dims: &[u32], orders: &[Order]) -> Schedule {
     let parts = |share: usize| Parts::Contiguous(Span::of_block(count, orders.len() as u32, share as u32));
-    let subs = sub_collectives(place, dims, orders, &parts, count);
+    let subs: Arc<[_]> = sub_collectives(place, dims, orders, &parts, count).into();
     let slots: usize = subs.iter().map(SubCollective::slots).sum();
     let layout = match slots {
         0 => Layout::all_reduce(count),
@@ -32,8 +35,8 @@ pub(super) fn all_reduce(place: Place, count: usize, dims: &[u32], orders: &[Ord
         let whole = Span::first(count);
         schedule.move_locally(&[Local::copy(Buffer::Input.at(whole), Buffer::Output.at(whole))]);
     }
-    push_together(&mut schedule, subs.iter().map(|sub| sub.reduce_scatter(0)).collect());
-    push_together(&mut schedule, subs.iter().map(SubCollective::all_gather).collect());
+    push_reduce_scatter(&mut schedule, Arc::clone(&subs), 0);
+    push_all_gather(&mut schedule, subs);
     schedule
 }
 
@@ -42,14 +45,14 @@ pub(super) fn all_reduce(place: Place, count: usize, dims: &[u32], orders: &[Ord
 pub(super) fn reduce_scatter(place: Place, count: usize, dims: &[u32], orders: &[Order]) -> Schedule {
     let own = Span::of_block(count, place.ranks(), place.rank().0);
     let parts = |share| Parts::OfRanks { count, share, shares: orders.len() };
-    let subs = sub_collectives(place, dims, orders, &parts, count);
+    let subs: Arc<[_]> = sub_collectives(place, dims, orders, &parts, count).into();
     let work = if place.ranks() > 1 { count + subs.iter().map(SubCollective::slots).sum::<usize>() } else { 0 };
     let layout = Layout { input: count, output: own.len, work, work_in_output: false, in_place_at: Some(own.start) };
     let mut schedule = Schedule::reducing(place, layout);
     if subs.iter().all(|sub| sub.lines.is_empty()) {
         schedule.move_locally(&[Local::copy(Buffer::Input.at(own), Buffer::Output.at(Span::first(own.len)))]);
     }
-    push_together(&mut schedule, subs.iter().map(|sub| sub.reduce_scatter(own.start)).collect());
+    push_reduce_scatter(&mut schedule, subs, own.start);
     schedule
 }
 
@@ -60,36 +63,23 @@ pub(super) fn all_gather(place: Place, count: usize, dims: &[u32], orders: &[Ord
     let parts = |share| Parts::OfRanks { count, share, shares: orders.len() };
     let mut schedule = Schedule::moving(place, Layout::moves(own.len, count, Some(own.start)));
     schedule.move_locally(&[Local::copy(Buffer::Input.at(Span::first(own.len)), Buffer::Output.at(own))]);
-    let subs = sub_collectives(place, dims, orders, &parts, count);
-    push_together(&mut schedule, subs.iter().map(SubCollective::all_gather).collect());
+    push_all_gather(&mut schedule, sub_collectives(place, dims, orders, &parts, count).into());
     schedule
 }
 
-/// A step of a sub-collective.
-#[derive(Default)]
-pub(super) struct SubStep {
-    pub(super) locals: Vec<Local>,
-    pub(super) sends: Vec<Send>,
-    pub(super) recvs: Vec<Recv>,
+/// Append the reduce-scatters of sub-collectives: the first steps of all together, then the second ones. A rank's
+/// `Output` begins at element `output_at`.
+fn push_reduce_scatter(schedule: &mut Schedule, subs: Arc<[SubCollective]>, output_at: usize) {
+    let steps = |sub: &SubCollective| sub.lines.iter().map(Line::reduce_scatter_steps).sum();
+    let most = subs.iter().map(steps).max().unwrap_or(0);
+    schedule.compute(most, move |index, step| subs.iter().for_each(|sub| sub.reduce_scatter(index, output_at, step)));
 }
 
-/// Append the steps of sub-collectives: the first ones of all together, then the second ones.
-fn push_together(schedule: &mut Schedule, subs: Vec<Vec<SubStep>>) {
-    let steps = subs.iter().map(Vec::len).max().unwrap_or(0);
-    let mut subs: Vec<_> = subs.into_iter().map(Vec::into_iter).collect();
-    for _ in 0..steps {
-        let mut all = SubStep::default();
-        for step in subs.iter_mut().filter_map(Iterator::next) {
-            all.locals.extend(step.locals);
-            all.sends.extend(step.sends);
-            all.recvs.extend(step.recvs);
-        }
-        // On a mesh some ranks have nothing to do in the first steps.
-        let step = Step { locals: &all.locals, sends: &all.sends, recvs: &all.recvs };
-        if step != Step::default() {
-            schedule.push(step);
-        }
-    }
+/// Append the all-gathers of sub-collectives, together.
+fn push_all_gather(schedule: &mut Schedule, subs: Arc<[SubCollective]>) {
+    let steps = |sub: &SubCollective| sub.lines.iter().map(Line::all_gather_steps).sum();
+    let most = subs.iter().map(steps).max().unwrap_or(0);
+    schedule.compute(most, move |index, step| subs.iter().for_each(|sub| sub.all_gather(index, step)));
 }
 
 /// Which elements a sub-collective has, and how they are divided among ranks.
@@ -135,82 +125,165 @@ fn sub_collectives(
 }
 
 impl SubCollective {
-    /// The elements of the rank at place `at` of line `nth`, and of those that it stands for in later lines.
-    fn pieces(&self, nth: usize, at: u32) -> Vec<Span> {
-        let (line, done) = (&self.lines[nth], &self.lines[..nth]);
-        match self.parts {
-            Parts::Contiguous(share) => {
-                let below = |first: usize| self.lines[first..].iter().map(|line| line.len).product::<u32>();
-                let before: u32 = (0..nth).map(|earlier| self.lines[earlier].own * below(earlier + 1)).sum();
-                let (first, width) = (before + at * below(nth + 1), below(nth + 1));
-                let part = Span::of_blocks(share.len, self.ranks, first, first + width);
-                vec![Span { start: share.start + part.start, len: part.len }]
-            }
-            Parts::OfRanks { count, share, shares } => {
-                let is_of =
-                    |rank: &u32| line.place_of(*rank) == at && done.iter().all(|line| line.place_of(*rank) == line.own);
-                let ranks: Vec<u32> = (0..self.ranks).filter(is_of).collect();
-                // Whole blocks of neighbouring ranks are one run.
-                let runs = ranks.chunk_by(|a, b| shares == 1 && a + 1 == *b);
-                let piece = |run: &[u32]| {
-                    let blocks = Span::of_blocks(count, self.ranks, run[0], run[run.len() - 1] + 1);
-                    let part = Span::of_block(blocks.len, shares as u32, share as u32);
-                    Span { start: blocks.start + part.start, len: part.len }
-                };
-                runs.map(piece).collect()
-            }
+    /// The blocks of a line.
+    fn blocks(&self, nth: usize) -> Blocks<'_> {
+        let mut blocks = Blocks { sub: self, nth, output_at: 0, slot_len: 0 };
+        if self.lines[nth].slots() > 0 {
+            blocks.slot_len = blocks.pieces(self.lines[nth].own).map(|piece| piece.len).sum();
         }
+        blocks
     }
 
     /// How many elements of `Work` the sub-collective needs beside those in place.
     fn slots(&self) -> usize {
-        let of_line = |(nth, line): (usize, &Line)| {
-            let own: usize = self.pieces(nth, line.own).iter().map(|piece| piece.len).sum();
-            own * line.slots() as usize
-        };
+        let of_line = |(nth, line): (usize, &Line)| self.blocks(nth).slot_len * line.slots() as usize;
         self.lines.iter().enumerate().map(of_line).max().unwrap_or(0)
     }
 
-    /// The steps to this rank's finished part, whose `Output` begins at element `output_at`.
-    fn reduce_scatter(&self, output_at: usize) -> Vec<SubStep> {
-        let mut steps = Vec::new();
+    /// Append a step on the way to this rank's finished part, whose `Output` begins at element `output_at`.
+    fn reduce_scatter(&self, mut index: usize, output_at: usize, step: &mut StepBuffer) {
         for (nth, line) in self.lines.iter().enumerate() {
-            let source = if nth == 0 { Buffer::Input } else { Buffer::Work };
-            let is_last = nth + 1 == self.lines.len();
-            let finish = |piece: Span| match is_last {
-                true => Buffer::Output.at(Span { start: piece.start - output_at, len: piece.len }),
-                false => Buffer::Work.at(piece),
-            };
-            let slot = |slot: u32, piece: usize| self.slot(&self.pieces(nth, line.own), slot, piece);
-            let targets = Targets { finish: &finish, slot: &slot };
-            line.reduce_scatter(source, &|at| self.pieces(nth, at), targets, &mut steps);
+            let steps = line.reduce_scatter_steps();
+            if index < steps {
+                let source = if nth == 0 { Buffer::Input } else { Buffer::Work };
+                return line.reduce_scatter(index, source, &Blocks { output_at, ..self.blocks(nth) }, step);
+            }
+            index -= steps;
         }
-        steps
     }
 
-    /// Where a piece of a line's slot is in `Work`: each slot has room for all of them.
-    fn slot(&self, pieces: &[Span], slot: u32, piece: usize) -> Region {
-        let len = |pieces: &[Span]| pieces.iter().map(|piece| piece.len).sum::<usize>();
-        let start = self.slots_at + slot as usize * len(pieces) + len(&pieces[..piece]);
-        Buffer::Work.at(Span { start, len: pieces[piece].len })
-    }
-
-    /// The steps from this rank's finished part to all of the sub-collective's elements.
-    fn all_gather(&self) -> Vec<SubStep> {
-        let mut steps = Vec::new();
+    /// Append a step on the way from this rank's finished part to all of the sub-collective's elements.
+    fn all_gather(&self, mut index: usize, step: &mut StepBuffer) {
         for (nth, line) in self.lines.iter().enumerate().rev() {
-            line.all_gather(&|at| self.pieces(nth, at), &mut steps);
+            let steps = line.all_gather_steps();
+            if index < steps {
+                return line.all_gather(index, &self.blocks(nth), step);
+            }
+            index -= steps;
         }
-        steps
+    }
+}
+
+/// The blocks of one line of a sub-collective: that of the rank at a place, and of those that it stands for in later
+/// lines.
+pub(super) struct Blocks<'a> {
+    sub: &'a SubCollective,
+    nth: usize,
+    /// Where the `Output` of a reduce-scatter begins.
+    output_at: usize,
+    /// The elements of this rank's block, if it holds further copies for a time.
+    slot_len: usize,
+}
+
+impl Blocks<'_> {
+    /// Return the pieces of the block of the rank at place `at`.
+    pub(super) fn pieces(&self, at: u32) -> impl Iterator<Item = Span> {
+        let runs = self.runs(at);
+        let sub = self.sub;
+        (0..runs.number()).map(move |index| {
+            let (first, last) = (runs.first(index), runs.first(index) + runs.len);
+            match sub.parts {
+                Parts::Contiguous(share) => {
+                    let part = Span::of_blocks(share.len, sub.ranks, first, last);
+                    Span { start: share.start + part.start, len: part.len }
+                }
+                Parts::OfRanks { count, share, shares } => {
+                    let blocks = Span::of_blocks(count, sub.ranks, first, last);
+                    let part = Span::of_block(blocks.len, shares as u32, share as u32);
+                    Span { start: blocks.start + part.start, len: part.len }
+                }
+            }
+        })
+    }
+
+    /// Return where the reduction of a piece of this rank's block goes.
+    pub(super) const fn finished(&self, piece: Span) -> Region {
+        match self.nth + 1 == self.sub.lines.len() {
+            true => Buffer::Output.at(Span { start: piece.start - self.output_at, len: piece.len }),
+            false => Buffer::Work.at(piece),
+        }
+    }
+
+    /// Return where the pieces of this rank's block go that come from another rank.
+    pub(super) fn slot(&self, slot: u32) -> impl Iterator<Item = Region> {
+        let mut start = self.sub.slots_at + slot as usize * self.slot_len;
+        self.pieces(self.sub.lines[self.nth].own).map(move |Span { len, .. }| {
+            start += len;
+            Buffer::Work.at(Span { start: start - len, len })
+        })
+    }
+
+    /// Return where a piece of slot 0 is in another slot.
+    pub(super) const fn in_slot(&self, slot: u32, first: Region) -> Region {
+        let start = first.span.start + slot as usize * self.slot_len;
+        first.buffer.at(Span { start, len: first.span.len })
+    }
+
+    /// Return the numbers of the parts that the rank at place `at` has.
+    fn runs(&self, at: u32) -> Runs {
+        let (sub, lines) = (self.sub, &self.sub.lines);
+        let place = |nth: usize| if nth == self.nth { at } else { lines[nth].own };
+        let (done, later) = (0..=self.nth, &lines[self.nth + 1..]);
+        let shares = match sub.parts {
+            Parts::Contiguous(_) => {
+                // Parts are numbered in the order of the lines.
+                let below = |nth: usize| lines[nth + 1..].iter().map(|line| line.len).product::<u32>();
+                let first = done.map(|nth| place(nth) * below(nth)).sum();
+                return Runs { base: first, len: below(self.nth), ..Runs::default() };
+            }
+            Parts::OfRanks { shares, .. } => shares,
+        };
+        let mut runs = Runs { base: done.map(|nth| place(nth) * lines[nth].stride).sum(), ..Runs::default() };
+        // From near to far.
+        let mut strides = [(0, 0); DIMENSIONS_MAX];
+        let strides = &mut strides[..later.len()];
+        strides.iter_mut().zip(later).for_each(|(stride, line)| *stride = (line.stride, line.len));
+        strides.sort_unstable();
+        for &(stride, len) in &*strides {
+            // Whole blocks of neighbouring ranks are one run.
+            if shares == 1 && stride == runs.len {
+                runs.len *= len;
+            } else {
+                runs.strides[runs.dims] = (stride, len);
+                runs.dims += 1;
+            }
+        }
+        runs
+    }
+}
+
+/// Runs of as many numbers each, in several dimensions.
+struct Runs {
+    /// The first one of the first.
+    base: u32,
+    len: u32,
+    /// The distance of runs and their number along each dimension, from near to far.
+    strides: [(u32, u32); DIMENSIONS_MAX],
+    dims: usize,
+}
+
+impl Default for Runs {
+    fn default() -> Self {
+        Self { base: 0, len: 1, strides: [(0, 0); DIMENSIONS_MAX], dims: 0 }
+    }
+}
+
+impl Runs {
+    fn number(&self) -> u32 {
+        self.strides[..self.dims].iter().map(|&(_, len)| len).product()
+    }
+
+    fn first(&self, mut index: u32) -> u32 {
+        let mut first = self.base;
+        for &(stride, len) in &self.strides[..self.dims] {
+            first += index % len * stride;
+            index /= len;
+        }
+        first
     }
 }
 
 impl Line {
-    /// The place in this line's dimension of any rank.
-    const fn place_of(&self, rank: u32) -> u32 {
-        rank / self.stride % self.len
-    }
-
     /// The rank at a place of the line.
     pub(super) const fn rank_at(&self, at: u32) -> Rank {
         Rank(self.rank.0 - self.own * self.stride + at * self.stride)

@@ -19,8 +19,9 @@
 //! takes a segment from both children, and passes on the one before it. Partial values need room for three segments:
 //! the lower child's combined with the own, of this step and of the one before, and the upper child's.
 
-use super::pipeline::{self, Clock};
-use super::{Buffer, Landing, Layout, Local, Place, Recv, Schedule, Send, Side, Span};
+use super::pipeline;
+use super::{Buffer, Landing, Layout, Local, Place, Recv, Schedule, Send, Side, Span, StepBuffer};
+use std::ops::Range;
 use sumac_hal::ids::Rank;
 
 /// Return the number of segments of each half of `count` elements over `ranks` ranks: the one that minimises the cost
@@ -39,9 +40,7 @@ pub fn broadcast(place: Place, count: usize, root: Rank) -> Schedule {
     if is_root {
         schedule.move_locally(&[Local::copy(Buffer::Input.at(whole), Buffer::Output.at(whole))]);
     }
-    let mut clock = Clock::default();
-    Trees::new(place, count, root).broadcast(&mut clock, 0);
-    clock.append_to(&mut schedule);
+    Timeline { trees: Trees::new(place, count, root), reduces: false, broadcast_at: Some(0) }.append_to(&mut schedule);
     schedule
 }
 
@@ -52,9 +51,7 @@ pub fn reduce(place: Place, count: usize, root: Rank) -> Schedule {
     let layout = Layout { output, ..trees.all_reduce_layout() };
     let mut schedule = Schedule::reducing(place, layout);
     push_alone(&mut schedule, count);
-    let mut clock = Clock::default();
-    trees.reduce(&mut clock);
-    clock.append_to(&mut schedule);
+    Timeline { trees, reduces: true, broadcast_at: None }.append_to(&mut schedule);
     schedule
 }
 
@@ -63,10 +60,8 @@ pub fn all_reduce(place: Place, count: usize) -> Schedule {
     let trees = Trees::new(place, count, Rank(0));
     let mut schedule = Schedule::reducing(place, trees.all_reduce_layout());
     push_alone(&mut schedule, count);
-    let mut clock = Clock::default();
-    trees.reduce(&mut clock);
-    trees.broadcast(&mut clock, trees.height() + 1);
-    clock.append_to(&mut schedule);
+    let broadcast_at = Some(trees.height() + 1);
+    Timeline { trees, reduces: true, broadcast_at }.append_to(&mut schedule);
     schedule
 }
 
@@ -75,6 +70,65 @@ fn push_alone(schedule: &mut Schedule, count: usize) {
     if schedule.place().ranks() == 1 {
         let whole = Span::first(count);
         schedule.move_locally(&[Local::copy(Buffer::Input.at(whole), Buffer::Output.at(whole))]);
+    }
+}
+
+/// What a rank does at which times; each that has anything is a step.
+struct Timeline {
+    trees: Trees,
+    reduces: bool,
+    /// When the root sends the first segment, if it broadcasts.
+    broadcast_at: Option<u32>,
+}
+
+impl Timeline {
+    fn append_to(self, schedule: &mut Schedule) {
+        let busy = self.busy();
+        let steps = busy.iter().map(|times| times.len()).sum();
+        schedule.compute(steps, move |index, step| {
+            let mut index = index as u32;
+            for times in &busy {
+                if index < times.end - times.start {
+                    return self.append_step(times.start + index, step);
+                }
+                index -= times.end - times.start;
+            }
+        });
+    }
+
+    /// The times at which there is anything to do, in order and apart.
+    fn busy(&self) -> Vec<Range<u32>> {
+        let (trees, segments) = (&self.trees, self.trees.segments);
+        let mut all = Vec::new();
+        for tree in trees.both() {
+            let own = trees.own(tree);
+            let is_inner = own.is_some_and(|node| node.lower.or(node.upper).is_some());
+            // An inner node takes a segment one step before, or passes it on one step after.
+            let (depth, more) = (own.map_or(0, |node| node.depth), u32::from(is_inner));
+            if self.reduces {
+                let passed = trees.height() - depth;
+                all.push(passed - more..passed + segments);
+            }
+            all.extend(self.broadcast_at.map(|at| at + depth..at + depth + segments + more));
+        }
+        all.sort_unstable_by_key(|times| times.start);
+        let mut busy: Vec<Range<u32>> = Vec::new();
+        for times in all {
+            match busy.last_mut() {
+                Some(before) if times.start <= before.end => before.end = before.end.max(times.end),
+                _ => busy.push(times),
+            }
+        }
+        busy
+    }
+
+    fn append_step(&self, time: u32, step: &mut StepBuffer) {
+        for tree in self.trees.both().filter(|_| self.reduces) {
+            self.trees.reduce(tree, time, step);
+        }
+        if let Some(time) = self.broadcast_at.and_then(|at| time.checked_sub(at)) {
+            self.trees.both().for_each(|tree| self.trees.broadcast(tree, time, step));
+        }
     }
 }
 
@@ -171,11 +225,25 @@ impl Trees {
         pipeline::segment(Span::of_block(self.count, 2, tree), self.segments, segment)
     }
 
-    /// All trees' segments, if there is any other rank.
-    fn parts(&self) -> impl Iterator<Item = (u32, u32, Span)> {
-        let trees = if self.nodes() == 0 { 0 } else { 2 };
-        (0..trees)
-            .flat_map(move |tree| (0..self.segments).map(move |segment| (tree, segment, self.span(tree, segment))))
+    /// Both trees, if there is any other rank.
+    const fn both(&self) -> Range<u32> {
+        0..if self.nodes() == 0 { 0 } else { 2 }
+    }
+
+    /// The node that this rank is in a tree; `None` for the root.
+    fn own(&self, tree: u32) -> Option<Node> {
+        self.number(tree).map(|number| node(number, self.nodes()))
+    }
+
+    /// The rank above a node in a tree.
+    fn above(&self, tree: u32, node: Node) -> Rank {
+        node.parent.map_or(self.root, |parent| self.rank(tree, parent))
+    }
+
+    /// The segment of what begins at a time with the first one, and its elements.
+    fn segment_at(&self, tree: u32, time: u32, begin: u32) -> Option<(u32, Span)> {
+        let segment = time.checked_sub(begin).filter(|&segment| segment < self.segments)?;
+        Some((segment, self.span(tree, segment)))
     }
 
     /// The layout of an all-reduce.
@@ -189,62 +257,57 @@ impl Trees {
         self.count.div_ceil(2).div_ceil(self.segments as usize)
     }
 
-    /// Broadcast from the root's `Output`: depth d receives its first segment at `begin` + d, others one by one.
-    fn broadcast(&self, clock: &mut Clock, begin: u32) {
-        for (tree, segment, span) in self.parts() {
-            let elements = Buffer::Output.at(span);
-            let begin = begin + segment;
-            let Some(number) = self.number(tree) else {
-                clock.at(begin).sends.push(Send { peer: self.top(tree), from: elements });
-                continue;
-            };
-            let node = node(number, self.nodes());
-            let peer = node.parent.map_or(self.root, |parent| self.rank(tree, parent));
-            let landing = Landing::copy(elements);
-            clock.at(begin + node.depth).recvs.push(Recv { peer, sent_from: Buffer::Output, landing });
-            for child in [node.lower, node.upper].into_iter().flatten() {
-                let send = Send { peer: self.rank(tree, child), from: elements };
-                clock.at(begin + node.depth + 1).sends.push(send);
-            }
+    /// Broadcast from the root's `Output`: depth d receives its first segment at time d, others one by one.
+    fn broadcast(&self, tree: u32, time: u32, step: &mut StepBuffer) {
+        let Some(node) = self.own(tree) else {
+            let first = self.segment_at(tree, time, 0);
+            step.sends.extend(first.map(|(_, span)| Send { peer: self.top(tree), from: Buffer::Output.at(span) }));
+            return;
+        };
+        if let Some((_, span)) = self.segment_at(tree, time, node.depth) {
+            let (peer, landing) = (self.above(tree, node), Landing::copy(Buffer::Output.at(span)));
+            step.recvs.push(Recv { peer, sent_from: Buffer::Output, landing });
+        }
+        if let Some((_, span)) = self.segment_at(tree, time, node.depth + 1) {
+            let send = |child| Send { peer: self.rank(tree, child), from: Buffer::Output.at(span) };
+            step.sends.extend([node.lower, node.upper].into_iter().flatten().map(send));
         }
     }
 
     /// Reduce to the root's `Output`: depth d sends its first segment at h - d, others one by one.
-    fn reduce(&self, clock: &mut Clock) {
-        let height = self.height();
-        for (tree, segment, span) in self.parts() {
-            let input = Buffer::Input.at(span);
-            let Some(number) = self.number(tree) else {
+    fn reduce(&self, tree: u32, time: u32, step: &mut StepBuffer) {
+        let room = |nth: u32, len: usize| Buffer::Work.at(Span { start: nth as usize * self.segment_len(), len });
+        let Some(node) = self.own(tree) else {
+            if let Some((_, span)) = self.segment_at(tree, time, self.height()) {
                 let (peer, top) = (self.top(tree), 1 << self.nodes().ilog2());
-                let landing = Landing::combine(input, self.side(peer), Buffer::Output.at(span));
-                let sent_from = self.sent_from(top);
-                clock.at(height + segment).recvs.push(Recv { peer, sent_from, landing });
-                continue;
-            };
-            let node = node(number, self.nodes());
-            let passed = height - node.depth + segment;
-            let room = |nth: usize| Buffer::Work.at(Span { start: nth * self.segment_len(), len: span.len });
-            let mut take = |child: u32, landing: Landing| {
-                let recv = Recv { peer: self.rank(tree, child), sent_from: self.sent_from(child), landing };
-                clock.at(passed - 1).recvs.push(recv);
-            };
-            let (combined, waiting) = (room(segment as usize % 2), room(2));
-            let mut held = input;
-            for child in [node.lower, node.upper].into_iter().flatten() {
-                let side = self.side(self.rank(tree, child));
-                if held == input {
-                    take(child, Landing::combine(input, side, combined));
-                    held = combined;
-                    continue;
-                }
-                take(child, Landing::copy(waiting));
-                let landing = Landing::combine(combined, side, combined);
-                clock.at(passed).locals.push(Local { from: waiting, landing });
-                break;
+                let landing = Landing::combine(Buffer::Input.at(span), self.side(peer), Buffer::Output.at(span));
+                step.recvs.push(Recv { peer, sent_from: self.sent_from(top), landing });
             }
-            let peer = node.parent.map_or(self.root, |parent| self.rank(tree, parent));
-            clock.at(passed).sends.push(Send { peer, from: held });
+            return;
+        };
+        let passed = self.height() - node.depth;
+        let mut children = [node.lower, node.upper].into_iter().flatten();
+        let (first, second) = (children.next(), children.next());
+        if let (Some(first), Some((segment, span))) = (first, self.segment_at(tree, time + 1, passed)) {
+            let combined = room(segment % 2, span.len);
+            let landing = Landing::combine(Buffer::Input.at(span), self.side(self.rank(tree, first)), combined);
+            step.recvs.push(self.take(tree, first, landing));
+            step.recvs.extend(second.map(|second| self.take(tree, second, Landing::copy(room(2, span.len)))));
         }
+        if let Some((segment, span)) = self.segment_at(tree, time, passed) {
+            let combined = room(segment % 2, span.len);
+            step.locals.extend(second.map(|second| {
+                let landing = Landing::combine(combined, self.side(self.rank(tree, second)), combined);
+                Local { from: room(2, span.len), landing }
+            }));
+            let held = if first.is_some() { combined } else { Buffer::Input.at(span) };
+            step.sends.push(Send { peer: self.above(tree, node), from: held });
+        }
+    }
+
+    /// Take a child's contribution.
+    fn take(&self, tree: u32, child: u32, landing: Landing) -> Recv {
+        Recv { peer: self.rank(tree, child), sent_from: self.sent_from(child), landing }
     }
 
     /// The buffer that a node sends its contribution from.

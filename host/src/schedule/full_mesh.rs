@@ -11,14 +11,21 @@
 //!
 //! The messages are those of [`super::pairwise`], all in one step. So this too evaluates any [`Tree`]'s expression.
 
+use super::pairwise::Contributions;
 use super::tree::Tree;
-use super::{Buffer, Landing, Layout, Local, Place, Recv, Schedule, Send, Span, pairwise};
+use super::{Buffer, Landing, Layout, Local, Place, Recv, Region, Schedule, Send, Span, pairwise};
+use sumac_hal::ids::Rank;
 
 /// Schedule a reduce-scatter of `count` elements that evaluates the tree's expression: rank r gets block r of p.
 ///
 /// `tree` must be over `place.ranks()` ranks.
 pub fn reduce_scatter(place: Place, count: usize, tree: &Tree) -> Schedule {
-    merged(&pairwise::reduce_scatter(place, count, tree))
+    let own = Span::of_block(count, place.ranks(), place.rank().0);
+    let work = own.len * place.ranks() as usize;
+    let layout = Layout { input: count, output: own.len, work, work_in_output: false, in_place_at: Some(own.start) };
+    let mut schedule = Schedule::reducing(place, layout);
+    push_reduce_scatter(&mut schedule, count, tree, Buffer::Output.at(Span::first(own.len)));
+    schedule
 }
 
 /// Schedule an all-gather of `count` elements in all: rank r contributes block r of p.
@@ -34,36 +41,33 @@ pub fn all_gather(place: Place, count: usize) -> Schedule {
 ///
 /// `tree` must be over `place.ranks()` ranks.
 pub fn all_reduce(place: Place, count: usize, tree: &Tree) -> Schedule {
-    let mut schedule = merged(&pairwise::reduce_scatter_of_all_reduce(place, count, tree));
+    let mut schedule = Schedule::reducing(place, pairwise::all_reduce_layout(place, count));
+    let own = Span::of_block(count, place.ranks(), place.rank().0);
+    push_reduce_scatter(&mut schedule, count, tree, Buffer::Output.at(own));
     push_all_gather(&mut schedule, count);
     schedule
 }
 
-/// The same messages in one step, with the local moves after them.
-fn merged(steps: &Schedule) -> Schedule {
-    let mut schedule = Schedule::reducing(steps.place(), *steps.layout());
-    let sends: Vec<Send> = steps.steps().flat_map(|step| step.sends).copied().collect();
-    let recvs: Vec<Recv> = steps.steps().flat_map(|step| step.recvs).copied().collect();
-    if !sends.is_empty() {
-        schedule.exchange(&sends, &recvs);
-    }
-    let locals: Vec<Local> = steps.steps().flat_map(|step| step.locals).copied().collect();
-    schedule.move_locally(&locals);
-    schedule
+/// Append the exchange of contributions, if there is any other rank, and the evaluation of the tree's expression.
+fn push_reduce_scatter(schedule: &mut Schedule, count: usize, tree: &Tree, result: Region) {
+    let place = schedule.place();
+    let contributions = Contributions::even(place, count, tree, result);
+    let steps = if place.ranks() == 1 { 1 } else { 2 };
+    schedule.compute(steps, move |index, step| match index + 1 < steps {
+        true => (1..place.ranks()).for_each(|distance| contributions.exchange(distance, step)),
+        false => contributions.evaluate(step),
+    });
 }
 
-/// Append the exchange of `Output`'s blocks, of which this rank has its own.
+/// Append the exchange of `Output`'s blocks, of which this rank has its own, if there is any other rank.
 fn push_all_gather(schedule: &mut Schedule, count: usize) {
     let place = schedule.place();
-    let block = |rank: sumac_hal::ids::Rank| Buffer::Output.at(Span::of_block(count, place.ranks(), rank.0));
-    let own = block(place.rank());
-    let sends: Vec<Send> = (1..place.ranks()).map(|step| Send { peer: place.after(step), from: own }).collect();
-    let take = |step: u32| {
-        let peer = place.before(step);
-        Recv { peer, sent_from: Buffer::Output, landing: Landing::copy(block(peer)) }
-    };
-    let recvs: Vec<Recv> = (1..place.ranks()).map(take).collect();
-    if !sends.is_empty() {
-        schedule.exchange(&sends, &recvs);
-    }
+    schedule.compute(usize::from(place.ranks() > 1), move |_, step| {
+        let block = |rank: Rank| Buffer::Output.at(Span::of_block(count, place.ranks(), rank.0));
+        for distance in 1..place.ranks() {
+            let peer = place.before(distance);
+            let recv = Recv { peer, sent_from: Buffer::Output, landing: Landing::copy(block(peer)) };
+            step.exchange(Send { peer: place.after(distance), from: block(place.rank()) }, recv);
+        }
+    });
 }

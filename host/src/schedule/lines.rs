@@ -7,9 +7,11 @@
 //! | [`Form::Ring`] | d-1, a block | to the next rank, around the end | d-1 blocks |
 //! | [`Form::Mesh`] | d-1, a block in each direction | to both neighbours, none around the end | at most d-1 blocks |
 //! | [`Form::FullMesh`] | 1, of d-1 blocks | to each other rank | a block |
+//!
+//! A step is computed from its index.
 
-use super::dimensions::SubStep;
-use super::{Buffer, Landing, Local, Recv, Region, Send, Side, Span};
+use super::dimensions::Blocks;
+use super::{Buffer, Landing, Local, Recv, Send, Side, StepBuffer};
 use sumac_hal::ids::Rank;
 
 /// How the ranks of a line exchange.
@@ -37,18 +39,6 @@ pub(super) struct Line {
     pub(super) rank: Rank,
 }
 
-/// The pieces of a block.
-type Blocks<'a> = &'a dyn Fn(u32) -> Vec<Span>;
-
-/// Where what a rank gets of its own block goes.
-#[derive(Clone, Copy)]
-pub(super) struct Targets<'a> {
-    /// The reduction of a piece.
-    pub(super) finish: &'a dyn Fn(Span) -> Region,
-    /// Another rank's contribution: a slot, and the index of a piece in it.
-    pub(super) slot: &'a dyn Fn(u32, usize) -> Region,
-}
-
 impl Line {
     /// How many further copies of its block this rank holds for a time.
     pub(super) const fn slots(&self) -> u32 {
@@ -59,165 +49,153 @@ impl Line {
         }
     }
 
-    /// Append the steps of a reduce-scatter of what is in `source`. Partial values are at their place in `Work`, and
-    /// those of this rank's block go to `targets`.
-    pub(super) fn reduce_scatter(
-        &self,
-        source: Buffer,
-        blocks: Blocks<'_>,
-        targets: Targets<'_>,
-        steps: &mut Vec<SubStep>,
-    ) {
+    /// Return how many steps a reduce-scatter has here.
+    pub(super) const fn reduce_scatter_steps(&self) -> usize {
         match self.form {
-            Form::Ring => self.push_ring_reduce_scatter(source, blocks, targets, steps),
-            Form::Mesh => self.push_mesh_reduce_scatter(source, blocks, targets, steps),
-            Form::FullMesh => self.push_full_mesh_reduce_scatter(source, blocks, targets, steps),
+            Form::Ring => self.len as usize - 1,
+            Form::Mesh => (self.len - 1 - self.idle_steps() + self.slots()) as usize,
+            Form::FullMesh => 2,
         }
     }
 
-    fn push_ring_reduce_scatter(
-        &self,
-        source: Buffer,
-        blocks: Blocks<'_>,
-        Targets { finish, .. }: Targets<'_>,
-        steps: &mut Vec<SubStep>,
-    ) {
-        for s in 0..self.len - 1 {
-            let from = if s == 0 { source } else { Buffer::Work };
-            let to = |piece| if s + 2 == self.len { finish(piece) } else { Buffer::Work.at(piece) };
-            let mut step = SubStep::default();
-            step.send(self.rank_at(self.before(self.len - 1)), from, &blocks(self.before(s + 1)));
-            let landing = |piece| Landing::combine(source.at(piece), Side::Left, to(piece));
-            step.receive(self.rank_at(self.before(1)), from, &blocks(self.before(s + 2)), &landing);
-            steps.push(step);
+    /// The first steps of a mesh's reduce-scatter, and the last ones of its all-gather, in which this rank has nothing
+    /// to do.
+    const fn idle_steps(&self) -> u32 {
+        let to_the_end = self.len - 1 - self.own;
+        (if self.own < to_the_end { self.own } else { to_the_end }).saturating_sub(1)
+    }
+
+    /// Append step `index` of a reduce-scatter of what is in `source`. Partial values are at their place in `Work`.
+    pub(super) fn reduce_scatter(&self, index: usize, source: Buffer, blocks: &Blocks<'_>, step: &mut StepBuffer) {
+        match self.form {
+            Form::Ring => self.ring_reduce_scatter(index as u32, source, blocks, step),
+            Form::Mesh => self.mesh_reduce_scatter(index as u32 + self.idle_steps(), source, blocks, step),
+            Form::FullMesh if index == 0 => self.full_mesh_collect(source, blocks, step),
+            Form::FullMesh => self.full_mesh_combine(source, blocks, step),
         }
+    }
+
+    fn ring_reduce_scatter(&self, s: u32, source: Buffer, blocks: &Blocks<'_>, step: &mut StepBuffer) {
+        let from = if s == 0 { source } else { Buffer::Work };
+        send(step, self.rank_at(self.before(self.len - 1)), from, blocks, self.before(s + 1));
+        let peer = self.rank_at(self.before(1));
+        step.recvs.extend(blocks.pieces(self.before(s + 2)).map(|piece| {
+            let to = if s + 2 == self.len { blocks.finished(piece) } else { Buffer::Work.at(piece) };
+            Recv { peer, sent_from: from, landing: Landing::combine(source.at(piece), Side::Left, to) }
+        }));
     }
 
     /// Contributions to block b rise from place 0 and descend from place d-1, farthest block first, and meet at b.
-    fn push_mesh_reduce_scatter(
-        &self,
-        source: Buffer,
-        blocks: Blocks<'_>,
-        Targets { finish, slot }: Targets<'_>,
-        steps: &mut Vec<SubStep>,
-    ) {
+    fn mesh_reduce_scatter(&self, s: u32, source: Buffer, blocks: &Blocks<'_>, step: &mut StepBuffer) {
         let (own, last) = (self.own, self.len - 1);
         let form_at = |place: u32, first: u32| if place == first { source } else { Buffer::Work };
-        let meets = 0 < own && own < last;
-        for s in 0..last {
-            let mut step = SubStep::default();
-            if own < last && s >= own {
-                step.send(self.rank_at(own + 1), form_at(own, 0), &blocks(last + own - s));
-            }
-            if own > 0 && s + own >= last {
-                step.send(self.rank_at(own - 1), form_at(own, last), &blocks(s + own - last));
-            }
-            if own > 0 && s + 1 >= own {
-                let block = last + own - 1 - s;
-                let to = |piece| if block == own && !meets { finish(piece) } else { Buffer::Work.at(piece) };
-                let landing = |piece| Landing::combine(source.at(piece), Side::Left, to(piece));
-                step.receive(self.rank_at(own - 1), form_at(own - 1, 0), &blocks(block), &landing);
-            }
-            if own < last && s + own + 1 >= last {
-                let (block, peer) = (s + own + 1 - last, self.rank_at(own + 1));
-                let sent_from = form_at(own + 1, last);
-                if block == own && meets {
-                    // What comes from below lands at the block's place in this step.
-                    let land = |nth| Recv { peer, sent_from, landing: Landing::copy(slot(0, nth)) };
-                    step.recvs.extend((0..blocks(own).len()).map(land));
-                } else {
-                    let to = |piece| if block == own { finish(piece) } else { Buffer::Work.at(piece) };
-                    let landing = |piece| Landing::combine(source.at(piece), Side::Right, to(piece));
-                    step.receive(peer, sent_from, &blocks(block), &landing);
-                }
-            }
-            steps.push(step);
-        }
-        if meets {
-            let combine = |(nth, &piece): (usize, &Span)| Local {
-                from: slot(0, nth),
-                landing: Landing::combine(Buffer::Work.at(piece), Side::Right, finish(piece)),
+        let meets = self.slots() > 0;
+        if s == last {
+            let combine = |(piece, from)| Local {
+                from,
+                landing: Landing::combine(Buffer::Work.at(piece), Side::Right, blocks.finished(piece)),
             };
-            let locals = blocks(own).iter().enumerate().map(combine).collect();
-            steps.push(SubStep { locals, ..SubStep::default() });
+            step.locals.extend(blocks.pieces(own).zip(blocks.slot(0)).map(combine));
+            return;
+        }
+        if own < last && s >= own {
+            send(step, self.rank_at(own + 1), form_at(own, 0), blocks, last + own - s);
+        }
+        if own > 0 && s + own >= last {
+            send(step, self.rank_at(own - 1), form_at(own, last), blocks, s + own - last);
+        }
+        let to = |block: u32, piece| match block == own && !meets {
+            true => blocks.finished(piece),
+            false => Buffer::Work.at(piece),
+        };
+        if own > 0 && s + 1 >= own {
+            let (block, peer, sent_from) = (last + own - 1 - s, self.rank_at(own - 1), form_at(own - 1, 0));
+            let landing = |piece| Landing::combine(source.at(piece), Side::Left, to(block, piece));
+            step.recvs.extend(blocks.pieces(block).map(|piece| Recv { peer, sent_from, landing: landing(piece) }));
+        }
+        if own < last && s + own + 1 >= last {
+            let (block, peer, sent_from) = (s + own + 1 - last, self.rank_at(own + 1), form_at(own + 1, last));
+            if block == own && meets {
+                // What comes from below lands at the block's place in this step.
+                let land = |slot| Recv { peer, sent_from, landing: Landing::copy(slot) };
+                step.recvs.extend(blocks.slot(0).map(land));
+            } else {
+                let landing = |piece| Landing::combine(source.at(piece), Side::Right, to(block, piece));
+                step.recvs.extend(blocks.pieces(block).map(|piece| Recv { peer, sent_from, landing: landing(piece) }));
+            }
         }
     }
 
-    /// What others send lands in slots, and is then combined in rank order.
-    fn push_full_mesh_reduce_scatter(
-        &self,
-        source: Buffer,
-        blocks: Blocks<'_>,
-        Targets { finish, slot }: Targets<'_>,
-        steps: &mut Vec<SubStep>,
-    ) {
-        let mut step = SubStep::default();
-        let pieces = blocks(self.own);
-        let slot_of = |place: u32| if place > self.own { place - 1 } else { place };
+    /// What others send lands in slots.
+    fn full_mesh_collect(&self, source: Buffer, blocks: &Blocks<'_>, step: &mut StepBuffer) {
         for distance in 1..self.len {
             let [to, from] = [self.len - distance, distance].map(|distance| self.before(distance));
-            step.send(self.rank_at(to), source, &blocks(to));
+            send(step, self.rank_at(to), source, blocks, to);
             let peer = self.rank_at(from);
-            let land = |nth| Recv { peer, sent_from: source, landing: Landing::copy(slot(slot_of(from), nth)) };
-            step.recvs.extend((0..pieces.len()).map(land));
+            let land = |slot| Recv { peer, sent_from: source, landing: Landing::copy(slot) };
+            step.recvs.extend(blocks.slot(self.slot_of(from)).map(land));
         }
-        steps.push(step);
-        let mut locals = Vec::new();
-        for (nth, &piece) in pieces.iter().enumerate() {
+    }
+
+    /// It is then combined in rank order.
+    fn full_mesh_combine(&self, source: Buffer, blocks: &Blocks<'_>, step: &mut StepBuffer) {
+        for (piece, first_slot) in blocks.pieces(self.own).zip(blocks.slot(0)) {
             let value = |place: u32| match place == self.own {
                 true => source.at(piece),
-                false => slot(slot_of(place), nth),
+                false => blocks.in_slot(self.slot_of(place), first_slot),
             };
             let mut sum = value(0);
             for place in 1..self.len {
-                let to = if place + 1 == self.len { finish(piece) } else { Buffer::Work.at(piece) };
-                locals.push(Local { from: value(place), landing: Landing::combine(sum, Side::Right, to) });
+                let to = if place + 1 == self.len { blocks.finished(piece) } else { Buffer::Work.at(piece) };
+                step.locals.push(Local { from: value(place), landing: Landing::combine(sum, Side::Right, to) });
                 sum = to;
             }
         }
-        steps.push(SubStep { locals, ..SubStep::default() });
     }
 
-    /// Append the steps of an all-gather of `Output`, where this rank has its block.
-    pub(super) fn all_gather(&self, blocks: Blocks<'_>, steps: &mut Vec<SubStep>) {
-        let (own, last) = (self.own, self.len - 1);
-        let output = |piece| Landing::copy(Buffer::Output.at(piece));
+    /// The slot of what comes from another place of a full mesh.
+    const fn slot_of(&self, place: u32) -> u32 {
+        if place > self.own { place - 1 } else { place }
+    }
+
+    /// Return how many steps an all-gather has here.
+    pub(super) const fn all_gather_steps(&self) -> usize {
+        match self.form {
+            Form::Ring => self.len as usize - 1,
+            Form::Mesh => (self.len - 1 - self.idle_steps()) as usize,
+            Form::FullMesh => 1,
+        }
+    }
+
+    /// Append step `index` of an all-gather of `Output`, where this rank has its block.
+    pub(super) fn all_gather(&self, index: usize, blocks: &Blocks<'_>, step: &mut StepBuffer) {
+        let (own, last, s) = (self.own, self.len - 1, index as u32);
+        let mut pass = |to: Option<(u32, u32)>, from: Option<(u32, u32)>| {
+            if let Some((place, block)) = to {
+                send(step, self.rank_at(place), Buffer::Output, blocks, block);
+            }
+            if let Some((place, block)) = from {
+                let (peer, landing) = (self.rank_at(place), |piece| Landing::copy(Buffer::Output.at(piece)));
+                let land = |piece| Recv { peer, sent_from: Buffer::Output, landing: landing(piece) };
+                step.recvs.extend(blocks.pieces(block).map(land));
+            }
+        };
         match self.form {
             Form::Ring => {
-                for s in 0..last {
-                    let mut step = SubStep::default();
-                    step.send(self.rank_at(self.before(last)), Buffer::Output, &blocks(self.before(s)));
-                    step.receive(self.rank_at(self.before(1)), Buffer::Output, &blocks(self.before(s + 1)), &output);
-                    steps.push(step);
-                }
+                pass(Some((self.before(last), self.before(s))), Some((self.before(1), self.before(s + 1))));
             }
             // The reduce-scatter backwards: each block goes outwards in both directions.
             Form::Mesh => {
-                for s in 0..last {
-                    let mut step = SubStep::default();
-                    if own < last && s <= own {
-                        step.send(self.rank_at(own + 1), Buffer::Output, &blocks(own - s));
-                    }
-                    if own > 0 && own + s <= last {
-                        step.send(self.rank_at(own - 1), Buffer::Output, &blocks(own + s));
-                    }
-                    if s < own {
-                        step.receive(self.rank_at(own - 1), Buffer::Output, &blocks(own - 1 - s), &output);
-                    }
-                    if own + s < last {
-                        step.receive(self.rank_at(own + 1), Buffer::Output, &blocks(own + 1 + s), &output);
-                    }
-                    steps.push(step);
-                }
+                let below = (own > 0 && own + s <= last).then(|| (own - 1, own + s));
+                let above = (own < last && s <= own).then(|| (own + 1, own - s));
+                pass(above, (s < own).then(|| (own - 1, own - 1 - s)));
+                pass(below, (own + s < last).then(|| (own + 1, own + 1 + s)));
             }
             Form::FullMesh => {
-                let mut step = SubStep::default();
                 for distance in 1..self.len {
                     let [to, from] = [self.len - distance, distance].map(|distance| self.before(distance));
-                    step.send(self.rank_at(to), Buffer::Output, &blocks(own));
-                    step.receive(self.rank_at(from), Buffer::Output, &blocks(from), &output);
+                    pass(Some((to, own)), Some((from, from)));
                 }
-                steps.push(step);
             }
         }
     }
@@ -228,12 +206,7 @@ impl Line {
     }
 }
 
-impl SubStep {
-    fn send(&mut self, peer: Rank, from: Buffer, pieces: &[Span]) {
-        self.sends.extend(pieces.iter().map(|&piece| Send { peer, from: from.at(piece) }));
-    }
-
-    fn receive(&mut self, peer: Rank, sent_from: Buffer, pieces: &[Span], landing: &dyn Fn(Span) -> Landing) {
-        self.recvs.extend(pieces.iter().map(|&piece| Recv { peer, sent_from, landing: landing(piece) }));
-    }
+/// Append the pieces of a block, sent from their place in a buffer.
+fn send(step: &mut StepBuffer, peer: Rank, from: Buffer, blocks: &Blocks<'_>, block: u32) {
+    step.sends.extend(blocks.pieces(block).map(|piece| Send { peer, from: from.at(piece) }));
 }

@@ -8,8 +8,8 @@
 //! Routes are shortest ones, and the same for each pair: on tori and meshes by dimensions, the first one first; at half
 //! of a ring upward. Links are one-way.
 
-use super::{Schedule, Send, Step};
-use std::collections::BTreeMap;
+use super::{Schedule, Send, StepBuffer};
+use std::collections::{BTreeMap, HashMap};
 
 /// Ranks and the links between them.
 pub trait Topology {
@@ -105,37 +105,46 @@ impl Topology for FatTree {
     }
 }
 
-/// Elements on each link, for each step.
+/// Elements on links: on the busiest one of each step, and on each one over all steps.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Loads {
-    steps: Vec<BTreeMap<u32, u64>>,
+    busiest: Vec<u64>,
+    totals: BTreeMap<u32, u64>,
 }
 
 impl Loads {
-    /// Count the messages of all ranks' schedules.
+    /// Count the messages of all ranks' schedules. One step of one rank is in memory at a time, and the links that a
+    /// step of all ranks uses.
     pub fn count(schedules: impl IntoIterator<Item = Schedule>, topology: &(impl Topology + ?Sized)) -> Self {
         let mut loads = Self::default();
-        for schedule in schedules {
-            let rank = schedule.place().rank();
-            let has_messages = |step: &Step<'_>| !(step.sends.is_empty() && step.recvs.is_empty());
-            for (index, step) in schedule.steps().filter(has_messages).enumerate() {
-                if loads.steps.len() <= index {
-                    loads.steps.push(BTreeMap::new());
-                }
-                let links = &mut loads.steps[index];
-                for Send { peer, from } in step.sends {
-                    topology.route(rank.0, peer.0, &mut |link| {
-                        *links.entry(link).or_default() += from.span.len as u64;
-                    });
+        // Each with the index of its next step.
+        let mut ranks: Vec<(Schedule, usize)> = schedules.into_iter().map(|schedule| (schedule, 0)).collect();
+        let (mut step, mut links) = (StepBuffer::default(), HashMap::new());
+        loop {
+            let mut is_over = true;
+            for (schedule, next) in &mut ranks {
+                if read_messages(schedule, next, &mut step) {
+                    is_over = false;
+                    for Send { peer, from } in &step.sends {
+                        topology.route(schedule.place().rank().0, peer.0, &mut |link| {
+                            *links.entry(link).or_default() += from.span.len as u64;
+                        });
+                    }
                 }
             }
+            if is_over {
+                return loads;
+            }
+            loads.busiest.push(links.values().copied().max().unwrap_or(0));
+            for (link, elements) in links.drain() {
+                *loads.totals.entry(link).or_default() += elements;
+            }
         }
-        loads
     }
 
     /// The elements on the busiest link of each step.
     pub fn busiest(&self) -> impl Iterator<Item = u64> {
-        self.steps.iter().map(|links| links.values().copied().max().unwrap_or(0))
+        self.busiest.iter().copied()
     }
 
     /// The elements that the links' rate bounds: the busiest links' of all steps.
@@ -144,13 +153,20 @@ impl Loads {
     }
 
     /// The elements on each link that carries any, over all steps.
-    pub fn totals(&self) -> BTreeMap<u32, u64> {
-        let mut totals = BTreeMap::new();
-        for (&link, &elements) in self.steps.iter().flatten() {
-            *totals.entry(link).or_default() += elements;
-        }
-        totals
+    pub const fn totals(&self) -> &BTreeMap<u32, u64> {
+        &self.totals
     }
+}
+
+/// Read the next step that has messages, if there is one.
+fn read_messages(schedule: &Schedule, next: &mut usize, step: &mut StepBuffer) -> bool {
+    while schedule.read(*next, step) {
+        *next += 1;
+        if step.step().has_messages() {
+            return true;
+        }
+    }
+    false
 }
 
 #[cfg(test)]
@@ -258,7 +274,7 @@ mod tests {
             let schedules: Vec<_> = Place::all(ranks).map(|place| schedule(place, count, grid(&[4, 5]))).collect();
             let sent: u64 = schedules.iter().map(|schedule| schedule.sent_bytes(1, 1)).sum();
             for parts in &schedules {
-                for Send { peer, .. } in parts.steps().flat_map(|step| step.sends.to_vec()) {
+                for Send { peer, .. } in parts.steps().map(|step| step.sends.to_vec()).flatten() {
                     assert_eq!(route(&mesh, parts.place().rank().0, peer.0).len(), 1);
                 }
             }
@@ -266,7 +282,7 @@ mod tests {
         }
         // A link with few blocks in the reduce-scatter has the others in the all-gather: n in rows, n/5 in columns.
         let schedules = Place::all(ranks).map(|place| mesh_2d::all_reduce(place, count, grid(&[4, 5])));
-        let totals = Loads::count(schedules, &mesh).totals();
+        let totals = Loads::count(schedules, &mesh).totals().clone();
         assert_eq!(totals.len(), 2 * (4 * 4 + 3 * 5));
         let in_rows = |link: u32| link / 2 % 2 == 1;
         assert!(
@@ -322,7 +338,7 @@ mod tests {
         for (ranks, links) in [(2, 1), (4, 3), (8, 7)] {
             let tree = tree(ranks);
             let schedules = Place::all(ranks).map(|place| full_mesh::all_reduce(place, 840, &tree));
-            let totals = Loads::count(schedules, &FullMesh { ranks: 8 }).totals();
+            let totals = Loads::count(schedules, &FullMesh { ranks: 8 }).totals().clone();
             assert_eq!(totals.keys().filter(|&&link| link / 8 == 0).count(), links, "{ranks}");
             assert!(totals.values().all(|&elements| elements == 2 * 840 / u64::from(ranks)), "{totals:?}");
         }

@@ -2,8 +2,10 @@
 //!
 //! A [`Schedule`] is pure index arithmetic over (rank, ranks, count, root). It performs no I/O and knows no element
 //! type, so the same data drives the executor ([`crate::exec`]), the checker ([`check`]), which proves it for all ranks
-//! at once, and the cost model. To add an algorithm, add a function that returns a [`Schedule`] and a line in
-//! [`ALGORITHMS`]; for a new collective also a [`check::Goal`].
+//! at once, and the cost model. All of them take one step at a time ([`Schedule::steps`], [`Schedule::read`]): where an
+//! algorithm's steps grow with the number of ranks, they are computed from their index, and never all in memory. To add
+//! an algorithm, add a function that returns a [`Schedule`] and a line in [`ALGORITHMS`]; for a new collective also a
+//! [`check::Goal`].
 //!
 //! Each rank has three buffers ([`Buffer`]): its input, its output and room for partial values. The same schedule runs
 //! in place and out of place. Wherever `n` elements are divided into p blocks, the same rule applies for every n:
@@ -85,7 +87,8 @@
 //!
 //! The last ones use the [`Shape`] of the ranks; Swing does where it is a torus of powers of two.
 //!
-//! Invariants, each proved by the checker for p in 1..=64, and in every shape of up to four dimensions:
+//! Invariants, each proved by the checker for p in 1..=64, and in every shape of up to four dimensions; for up to 1024
+//! ranks by samples:
 //! - Within a step nothing is received into elements that the step sends, or that it receives elsewhere.
 //! - A value is read in the form in which it was written (input, partial, finished), and is finished only with every
 //!   contribution included. The form in which elements travel (16-bit floats travel as f32 while partial) therefore
@@ -133,4 +136,4 @@ pub mod van_de_geijn;
 pub use algorithm::{ALGORITHMS, Algorithm, Cost, Pattern, Problem};
 pub use buffer::{Buffer, Landing, Layout, Local, Operand, Recv, Region, Send, Side};
 pub use shape::{DIMENSIONS_MAX, Dims, Shape, ShapeError};
-pub use steps::{Place, PlaceError, Schedule, Span, Step};
+pub use steps::{Place, PlaceError, Schedule, Span, Step, StepBuffer, Steps};

@@ -21,7 +21,7 @@ pub fn all_reduce(place: Place, count: usize) -> Schedule {
         let whole = Span::first(count);
         schedule.move_locally(&[Local::copy(Buffer::Input.at(whole), Buffer::Output.at(whole))]);
     }
-    circulant::push_reduce_scatter(&mut schedule, count, 1, &InPlace { place, count }, &|block| block);
+    circulant::push_reduce_scatter(&mut schedule, (count, 1, 1), move |_| InPlace { place, count }, |_, block| block);
     circulant::push_all_gather(&mut schedule, count, 1);
     schedule
 }
@@ -38,8 +38,8 @@ pub fn reduce_scatter(place: Place, count: usize) -> Schedule {
     if ranks == 1 {
         schedule.move_locally(&[Local::copy(Buffer::Input.at(own), result)]);
     }
-    let slots = Slots::new(ranks, 1, slot_len, result);
-    circulant::push_reduce_scatter(&mut schedule, count, 1, &slots, &|block| block);
+    let slots = move |_| Slots::new(ranks, 1, slot_len, result);
+    circulant::push_reduce_scatter(&mut schedule, (count, 1, 1), slots, |_, block| block);
     schedule
 }
 

@@ -22,7 +22,7 @@
 //! is evaluated, on every rank alike.
 
 use super::tree::{Tree, push_evaluation};
-use super::{Buffer, Landing, Layout, Local, Place, Recv, Region, Schedule, Send, Span, full_mesh};
+use super::{Buffer, Landing, Layout, Local, Place, Recv, Schedule, Send, Span, full_mesh};
 use sumac_hal::ids::Rank;
 
 /// Schedule an all-reduce of `count` elements that evaluates the tree's expression.
@@ -32,8 +32,7 @@ pub fn all_reduce(place: Place, count: usize, tree: &Tree) -> Schedule {
     let layout = Layout { input: count, output: count, in_place_at: Some(0), ..Layout::default() };
     let whole = Span::first(count);
     let mut schedule = Schedule::reducing(place, with_room(layout, place, count));
-    let sends = others(place).map(|peer| Send { peer, from: Buffer::Input.at(whole) });
-    collect(&mut schedule, &sends.collect::<Vec<_>>(), Buffer::Input.at(whole), tree, Buffer::Output.at(whole));
+    collect(&mut schedule, whole, tree, true);
     schedule
 }
 
@@ -51,7 +50,7 @@ pub fn reduce(place: Place, count: usize, tree: &Tree, root: Rank) -> Schedule {
     }
     let layout = with_room(Layout { output: count, ..layout }, place, count);
     let mut schedule = Schedule::reducing(place, layout);
-    collect(&mut schedule, &[], own, tree, Buffer::Output.at(own.span));
+    collect(&mut schedule, own.span, tree, false);
     schedule
 }
 
@@ -72,8 +71,7 @@ pub fn broadcast(place: Place, count: usize, root: Rank) -> Schedule {
         return schedule;
     }
     let mut schedule = Schedule::moving(place, Layout::moves(count, count, Some(0)));
-    let sends: Vec<_> = others(place).map(|peer| Send { peer, from }).collect();
-    schedule.exchange(&sends, &[]);
+    schedule.compute(1, move |_, step| step.sends.extend(others(place).map(|peer| Send { peer, from })));
     schedule.move_locally(&[Local::copy(from, to)]);
     schedule
 }
@@ -86,11 +84,12 @@ pub fn all_gather(place: Place, count: usize) -> Schedule {
 /// Schedule a barrier: no rank leaves before every rank has entered.
 pub fn barrier(place: Place) -> Schedule {
     let mut schedule = Schedule::moving(place, Layout::moves(0, 0, Some(0)));
-    let nothing = Buffer::Output.at(Span::EMPTY);
-    let sends: Vec<_> = others(place).map(|peer| Send { peer, from: nothing }).collect();
-    let landing = Landing::copy(nothing);
-    let recvs: Vec<_> = senders(place).map(|peer| Recv { peer, sent_from: Buffer::Output, landing }).collect();
-    schedule.exchange(&sends, &recvs);
+    schedule.compute(1, move |_, step| {
+        let nothing = Buffer::Output.at(Span::EMPTY);
+        let landing = Landing::copy(nothing);
+        step.sends.extend(others(place).map(|peer| Send { peer, from: nothing }));
+        step.recvs.extend(senders(place).map(|peer| Recv { peer, sent_from: Buffer::Output, landing }));
+    });
     schedule
 }
 
@@ -109,14 +108,22 @@ const fn with_room(layout: Layout, place: Place, each: usize) -> Layout {
     Layout { work: each * place.ranks() as usize, ..layout }
 }
 
-/// Append a step in which all other ranks' contributions to `own` arrive, and the evaluation of the tree's expression.
-fn collect(schedule: &mut Schedule, sends: &[Send], own: Region, tree: &Tree, result: Region) {
-    let (place, len) = (schedule.place(), own.span.len);
-    let staged = |rank: Rank| Buffer::Work.at(Span { start: rank.0 as usize * len, len });
-    let recv = |peer| Recv { peer, sent_from: Buffer::Input, landing: Landing::copy(staged(peer)) };
-    let recvs: Vec<_> = senders(place).map(recv).collect();
-    schedule.exchange(sends, &recvs);
-    let mut locals = vec![Local::copy(own, staged(place.rank()))];
-    push_evaluation(&mut locals, tree, staged, result);
-    schedule.move_locally(&locals);
+/// Append a step in which all other ranks' contributions to the elements `own` arrive, and the evaluation of the tree's
+/// expression. `sends` says whether all others need this rank's too.
+fn collect(schedule: &mut Schedule, own: Span, tree: &Tree, sends: bool) {
+    let (place, tree) = (schedule.place(), tree.clone());
+    schedule.compute(2, move |index, step| {
+        let staged = |rank: Rank| Buffer::Work.at(Span { start: rank.0 as usize * own.len, len: own.len });
+        let input = Buffer::Input.at(own);
+        if index > 0 {
+            step.locals.push(Local::copy(input, staged(place.rank())));
+            push_evaluation(&mut step.locals, &tree, staged, Buffer::Output.at(own));
+            return;
+        }
+        if sends {
+            step.sends.extend(others(place).map(|peer| Send { peer, from: input }));
+        }
+        let recv = |peer| Recv { peer, sent_from: Buffer::Input, landing: Landing::copy(staged(peer)) };
+        step.recvs.extend(senders(place).map(recv));
+    });
 }

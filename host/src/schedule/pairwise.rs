@@ -16,7 +16,7 @@
 
 use super::bruck::push_all_gather;
 use super::tree::{Tree, push_evaluation};
-use super::{Buffer, Landing, Layout, Local, Place, Recv, Region, Schedule, Send, Span, Step};
+use super::{Buffer, Landing, Layout, Local, Place, Recv, Region, Schedule, Send, Span, StepBuffer};
 use sumac_hal::ids::Rank;
 use thiserror::Error;
 
@@ -67,9 +67,8 @@ pub enum CountsError {
 pub fn all_to_all(place: Place, count: usize) -> Schedule {
     let ranks = place.ranks();
     let own = Span::of_block(count, ranks, place.rank().0).len;
-    let taken = (0..ranks as usize).map(|from| Span { start: from * own, len: own }).collect();
-    let given = (0..ranks).map(|to| Span::of_block(count, ranks, to)).collect();
-    exchange(place, &Blocks { given, taken })
+    let taken = move |from: Rank| Span { start: from.0 as usize * own, len: own };
+    exchange(place, move |to| Span::of_block(count, ranks, to.0), taken)
 }
 
 /// Schedule an all-to-all of blocks of any length, packed in rank order at both ends: `send_counts[s]` elements go to
@@ -89,7 +88,8 @@ pub fn all_to_all_v(place: Place, send_counts: &[usize], recv_counts: &[usize]) 
         return Err(CountsError::Own { rank, send, recv });
     }
     let packed = |counts: &[usize]| packed(counts).ok_or(CountsError::Overflow { rank });
-    Ok(exchange(place, &Blocks { given: packed(send_counts)?, taken: packed(recv_counts)? }))
+    let (given, taken) = (packed(send_counts)?, packed(recv_counts)?);
+    Ok(exchange(place, move |to| given[to.0 as usize], move |from| taken[from.0 as usize]))
 }
 
 /// Schedule an all-gather of blocks of any length: rank r contributes `counts[r]` elements, and every rank gets all
@@ -100,7 +100,7 @@ pub fn all_to_all_v(place: Place, send_counts: &[usize], recv_counts: &[usize]) 
 pub fn all_gather_v(place: Place, counts: &[usize]) -> Result<Schedule, CountsError> {
     let taken = blocks_of(place, counts)?;
     let own = Span::first(taken[place.rank().0 as usize].len);
-    Ok(exchange(place, &Blocks { given: vec![own; counts.len()], taken }))
+    Ok(exchange(place, move |_| own, move |from| taken[from.0 as usize]))
 }
 
 /// Schedule a reduce-scatter with blocks of any length that evaluates the tree's expression: rank r gets the
@@ -122,7 +122,8 @@ pub fn reduce_scatter_v(place: Place, counts: &[usize], tree: &Tree) -> Result<S
         in_place_at: None,
     };
     let mut schedule = Schedule::reducing(place, layout);
-    push_reduce_scatter(&mut schedule, |rank| blocks[rank.0 as usize], tree, Buffer::Output.at(Span::first(own.len)));
+    let result = Buffer::Output.at(Span::first(own.len));
+    push_reduce_scatter(&mut schedule, Contributions::new(place, move |rank| blocks[rank.0 as usize], tree, result));
     Ok(schedule)
 }
 
@@ -143,20 +144,28 @@ pub fn all_to_all_in_place(place: Place, each: usize) -> Schedule {
     let whole = each * ranks as usize;
     let layout = Layout { work: if ranks == 1 { 0 } else { each }, ..Layout::moves(whole, whole, Some(0)) };
     let mut schedule = Schedule::moving(place, layout);
-    let block = |rank: Rank| Span { start: rank.0 as usize * each, len: each };
-    let own = block(place.rank());
-    let mut landed = Local::copy(Buffer::Input.at(own), Buffer::Output.at(own));
-    let swapped = Buffer::Work.at(Span::first(each));
-    for t in 0..ranks {
-        let peer = Rank(((u64::from(t) + u64::from(ranks) - u64::from(place.rank().0)) % u64::from(ranks)) as u32);
-        if peer != place.rank() {
-            let send = Send { peer, from: Buffer::Input.at(block(peer)) };
+    let rank = place.rank();
+    // The turn in which this rank would swap with itself.
+    let own_turn = (2 * u64::from(rank.0) % u64::from(ranks)) as u32;
+    let peer_at = move |step: u32| {
+        let turn = u64::from(step) + u64::from(step >= own_turn);
+        Rank(((turn + u64::from(ranks) - u64::from(rank.0)) % u64::from(ranks)) as u32)
+    };
+    // One step more than there are swaps: what a step receives goes to its place in the next one.
+    schedule.compute(ranks as usize, move |index, step| {
+        let index = index as u32;
+        let block = |rank: Rank| Span { start: rank.0 as usize * each, len: each };
+        let swapped = Buffer::Work.at(Span::first(each));
+        step.locals.push(match index {
+            0 => Local::copy(Buffer::Input.at(block(rank)), Buffer::Output.at(block(rank))),
+            _ => Local::copy(swapped, Buffer::Output.at(block(peer_at(index - 1)))),
+        });
+        if index + 1 < ranks {
+            let peer = peer_at(index);
             let recv = Recv { peer, sent_from: Buffer::Input, landing: Landing::copy(swapped) };
-            schedule.push(Step { locals: &[landed], sends: &[send], recvs: &[recv] });
-            landed = Local::copy(swapped, Buffer::Output.at(block(peer)));
+            step.exchange(Send { peer, from: Buffer::Input.at(block(peer)) }, recv);
         }
-    }
-    schedule.move_locally(&[landed]);
+    });
     schedule
 }
 
@@ -173,69 +182,110 @@ pub fn reduce_scatter(place: Place, count: usize, tree: &Tree) -> Schedule {
         in_place_at: Some(own.start),
     };
     let mut schedule = Schedule::reducing(place, layout);
-    push_reduce_scatter(&mut schedule, even(place, count), tree, Buffer::Output.at(Span::first(own.len)));
+    push_reduce_scatter(
+        &mut schedule,
+        Contributions::even(place, count, tree, Buffer::Output.at(Span::first(own.len))),
+    );
     schedule
-}
-
-/// Return the block of each rank of `count` elements, as long as the others or an element longer.
-fn even(place: Place, count: usize) -> impl Fn(Rank) -> Span {
-    move |rank| Span::of_block(count, place.ranks(), rank.0)
 }
 
 /// Schedule an all-reduce of `count` elements that evaluates the tree's expression.
 ///
 /// `tree` must be over `place.ranks()` ranks.
 pub fn all_reduce(place: Place, count: usize, tree: &Tree) -> Schedule {
-    let mut schedule = reduce_scatter_of_all_reduce(place, count, tree);
+    let mut schedule = Schedule::reducing(place, all_reduce_layout(place, count));
+    let own = Span::of_block(count, place.ranks(), place.rank().0);
+    push_reduce_scatter(&mut schedule, Contributions::even(place, count, tree, Buffer::Output.at(own)));
     push_all_gather(&mut schedule, count);
     schedule
 }
 
-/// Schedule the first half of an all-reduce: rank r has block r of p in its place in `Output`.
-pub(super) fn reduce_scatter_of_all_reduce(place: Place, count: usize, tree: &Tree) -> Schedule {
+/// Return the layout of an all-reduce with room for all contributions to the own block.
+pub(super) fn all_reduce_layout(place: Place, count: usize) -> Layout {
     let own = Span::of_block(count, place.ranks(), place.rank().0);
     let work = own.len * place.ranks() as usize;
-    let layout = Layout { input: count, output: count, work, work_in_output: false, in_place_at: Some(0) };
-    let mut schedule = Schedule::reducing(place, layout);
-    push_reduce_scatter(&mut schedule, even(place, count), tree, Buffer::Output.at(own));
-    schedule
+    Layout { input: count, output: count, work, work_in_output: false, in_place_at: Some(0) }
 }
 
-/// Collect the contributions to the own block in `Work`, in rank order, and store their value in `result`.
-fn push_reduce_scatter(schedule: &mut Schedule, block: impl Fn(Rank) -> Span, tree: &Tree, result: Region) {
-    let place = schedule.place();
-    let block = |rank: Rank| Buffer::Input.at(block(rank));
-    let own = block(place.rank());
-    let staged = |rank: Rank| Buffer::Work.at(Span { start: rank.0 as usize * own.span.len, len: own.span.len });
-    for distance in 1..place.ranks() {
-        let (to, from) = (place.after(distance), place.before(distance));
-        let send = Send { peer: to, from: block(to) };
-        let recv = Recv { peer: from, sent_from: Buffer::Input, landing: Landing::copy(staged(from)) };
-        schedule.exchange(&[send], &[recv]);
+/// A reduce-scatter in which each rank collects the contributions to its block in `Work`, in rank order, and then
+/// evaluates a tree's expression over them.
+pub(super) struct Contributions<B> {
+    place: Place,
+    /// The block of each rank.
+    block: B,
+    tree: Tree,
+    result: Region,
+}
+
+impl Contributions<()> {
+    /// Blocks of `count` elements, each as long as the others or an element longer.
+    pub(super) fn even(
+        place: Place,
+        count: usize,
+        tree: &Tree,
+        result: Region,
+    ) -> Contributions<impl Fn(Rank) -> Span + std::marker::Send + Sync + 'static> {
+        Contributions::new(place, move |rank| Span::of_block(count, place.ranks(), rank.0), tree, result)
     }
-    let mut locals = vec![Local::copy(own, staged(place.rank()))];
-    push_evaluation(&mut locals, tree, staged, result);
-    schedule.move_locally(&locals);
 }
 
-/// For each rank, the elements of `Input` sent to it, and those of `Output` received from it.
-struct Blocks {
-    given: Vec<Span>,
-    taken: Vec<Span>,
+impl<B: Fn(Rank) -> Span> Contributions<B> {
+    fn new(place: Place, block: B, tree: &Tree, result: Region) -> Self {
+        Self { place, block, tree: tree.clone(), result }
+    }
+
+    /// The place of a contribution to the own block.
+    fn staged(&self, rank: Rank) -> Region {
+        let len = (self.block)(self.place.rank()).len;
+        Buffer::Work.at(Span { start: rank.0 as usize * len, len })
+    }
+
+    /// Append the messages with the ranks at a distance.
+    pub(super) fn exchange(&self, distance: u32, step: &mut StepBuffer) {
+        let (to, from) = (self.place.after(distance), self.place.before(distance));
+        let recv = Recv { peer: from, sent_from: Buffer::Input, landing: Landing::copy(self.staged(from)) };
+        step.exchange(Send { peer: to, from: Buffer::Input.at((self.block)(to)) }, recv);
+    }
+
+    /// Append the evaluation, once all are there.
+    pub(super) fn evaluate(&self, step: &mut StepBuffer) {
+        let rank = self.place.rank();
+        step.locals.push(Local::copy(Buffer::Input.at((self.block)(rank)), self.staged(rank)));
+        push_evaluation(&mut step.locals, &self.tree, |rank| self.staged(rank), self.result);
+    }
 }
 
-fn exchange(place: Place, blocks: &Blocks) -> Schedule {
-    let end = |spans: &[Span]| spans.last().map_or(0, |span| span.end());
-    let layout = Layout::moves(end(&blocks.given), end(&blocks.taken), None);
-    let mut schedule = Schedule::moving(place, layout);
-    let given = |rank: Rank| Buffer::Input.at(blocks.given[rank.0 as usize]);
-    let taken = |rank: Rank| Buffer::Output.at(blocks.taken[rank.0 as usize]);
-    schedule.move_locally(&[Local::copy(given(place.rank()), taken(place.rank()))]);
-    for distance in 1..place.ranks() {
-        let (to, from) = (place.after(distance), place.before(distance));
+/// Append a reduce-scatter, with one peer for each step.
+fn push_reduce_scatter(
+    schedule: &mut Schedule,
+    contributions: Contributions<impl Fn(Rank) -> Span + std::marker::Send + Sync + 'static>,
+) {
+    let ranks = schedule.place().ranks();
+    schedule.compute(ranks as usize, move |index, step| match index as u32 + 1 {
+        distance if distance < ranks => contributions.exchange(distance, step),
+        _ => contributions.evaluate(step),
+    });
+}
+
+/// Schedule the exchange of blocks: `given` is what `Input` has for a rank, `taken` where its block lands in `Output`.
+fn exchange(
+    place: Place,
+    given: impl Fn(Rank) -> Span + std::marker::Send + Sync + 'static,
+    taken: impl Fn(Rank) -> Span + std::marker::Send + Sync + 'static,
+) -> Schedule {
+    let last = Rank(place.ranks() - 1);
+    let mut schedule = Schedule::moving(place, Layout::moves(given(last).end(), taken(last).end(), None));
+    let given = move |rank: Rank| Buffer::Input.at(given(rank));
+    let taken = move |rank: Rank| Buffer::Output.at(taken(rank));
+    schedule.compute(place.ranks() as usize, move |distance, step| {
+        let (to, from) = (place.after(distance as u32), place.before(distance as u32));
+        if distance == 0 {
+            step.locals.push(Local::copy(given(to), taken(from)));
+            return;
+        }
         let recv = Recv { peer: from, sent_from: Buffer::Input, landing: Landing::copy(taken(from)) };
-        schedule.exchange(&[Send { peer: to, from: given(to) }], &[recv]);
-    }
+        step.exchange(Send { peer: to, from: given(to) }, recv);
+    });
     schedule
 }
 

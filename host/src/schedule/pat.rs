@@ -67,12 +67,13 @@ pub fn reduce_scatter_within(elements: usize, place: Place, count: usize) -> Sch
     if ranks == 1 {
         schedule.move_locally(&[Local::copy(Buffer::Input.at(own), Buffer::Output.at(Span::first(own.len)))]);
     }
-    for segment in 0..segments {
-        let within = |block: Span| Span::of_block(block.len, segments, segment);
-        let result = Slots::new(ranks, low, slot_len, Buffer::Output.at(within(own)));
-        let part = |block: Span| Span { start: block.start + within(block).start, len: within(block).len };
-        circulant::push_reduce_scatter(&mut schedule, count, low, &result, &part);
-    }
+    let within = move |segment: u32, block: Span| Span::of_block(block.len, segments, segment);
+    let places = move |segment| Slots::new(ranks, low, slot_len, Buffer::Output.at(within(segment, own)));
+    let part = move |segment, block: Span| {
+        let within = within(segment, block);
+        Span { start: block.start + within.start, len: within.len }
+    };
+    circulant::push_reduce_scatter(&mut schedule, (count, low, segments), places, part);
     schedule
 }
 

@@ -7,7 +7,7 @@
 //! The order of block b is `b, b+1, ..., b-1` from the left, round the ring: different for each block, so a ring cannot
 //! follow a declared tree order (`Order::Tree`).
 
-use super::{Buffer, Landing, Layout, Local, Place, Recv, Schedule, Send, Side, Span};
+use super::{Buffer, Landing, Layout, Local, Place, Recv, Region, Schedule, Send, Side, Span, StepBuffer};
 use sumac_hal::ids::Rank;
 
 /// Schedule an all-reduce of `count` elements round the ring of all ranks.
@@ -22,14 +22,14 @@ pub fn all_reduce(place: Place, count: usize) -> Schedule {
         let whole = Span::first(count);
         schedule.move_locally(&[Local::copy(Buffer::Input.at(whole), Buffer::Output.at(whole))]);
     }
-    let block = |rank: Rank| Span::of_block(count, ranks, rank.0);
-    for s in 0..ranks - 1 {
+    schedule.compute(ranks as usize - 1, move |s, step| {
+        let (s, block) = (s as u32, |rank: Rank| Span::of_block(count, ranks, rank.0));
         let from = if s == 0 { Buffer::Input } else { Buffer::Work };
         let to = if s == ranks - 2 { Buffer::Output } else { Buffer::Work };
         let (passed, taken) = (block(place.before(s)), block(place.before(s + 1)));
         let landing = Landing::combine(Buffer::Input.at(taken), Side::Left, to.at(taken));
-        pass(&mut schedule, from.at(passed), landing);
-    }
+        pass(step, place, from.at(passed), landing);
+    });
     push_all_gather(&mut schedule, count, place.after(1));
     schedule
 }
@@ -40,8 +40,7 @@ pub fn all_reduce(place: Place, count: usize) -> Schedule {
 /// alternate between two places in `Work`; `Input` is not modified.
 pub fn reduce_scatter(place: Place, count: usize) -> Schedule {
     let ranks = place.ranks();
-    let block = |rank: Rank| Span::of_block(count, ranks, rank.0);
-    let own = block(place.rank());
+    let own = Span::of_block(count, ranks, place.rank().0);
     let slot_len = count.div_ceil(ranks as usize);
     let slots = ranks.saturating_sub(2).min(2) as usize;
     let layout = Layout {
@@ -56,13 +55,14 @@ pub fn reduce_scatter(place: Place, count: usize) -> Schedule {
     if ranks == 1 {
         schedule.move_locally(&[Local::copy(Buffer::Input.at(own), result)]);
     }
-    let slot = |s: u32, len: usize| Buffer::Work.at(Span { start: (s % 2) as usize * slot_len, len });
-    for s in 0..ranks - 1 {
+    schedule.compute(ranks as usize - 1, move |s, step| {
+        let (s, block) = (s as u32, |rank: Rank| Span::of_block(count, ranks, rank.0));
+        let slot = |s: u32, len: usize| Buffer::Work.at(Span { start: (s % 2) as usize * slot_len, len });
         let (passed, taken) = (block(place.before(s + 1)), block(place.before(s + 2)));
         let from = if s == 0 { Buffer::Input.at(passed) } else { slot(s - 1, passed.len) };
         let to = if s == ranks - 2 { result } else { slot(s, taken.len) };
-        pass(&mut schedule, from, Landing::combine(Buffer::Input.at(taken), Side::Left, to));
-    }
+        pass(step, place, from, Landing::combine(Buffer::Input.at(taken), Side::Left, to));
+    });
     schedule
 }
 
@@ -77,21 +77,21 @@ pub fn all_gather(place: Place, count: usize) -> Schedule {
 
 /// Pass the blocks of `Output` once round, if this rank has block `own`.
 fn push_all_gather(schedule: &mut Schedule, count: usize, own: Rank) {
-    let ranks = schedule.place().ranks();
-    let block = |s: u32| {
-        let index = (u64::from(own.0) + u64::from(ranks) - u64::from(s)) % u64::from(ranks);
-        Buffer::Output.at(Span::of_block(count, ranks, index as u32))
-    };
-    for s in 0..ranks - 1 {
-        pass(schedule, block(s), Landing::copy(block(s + 1)));
-    }
+    let place = schedule.place();
+    let ranks = place.ranks();
+    schedule.compute(ranks as usize - 1, move |s, step| {
+        let block = |s: u32| {
+            let index = (u64::from(own.0) + u64::from(ranks) - u64::from(s)) % u64::from(ranks);
+            Buffer::Output.at(Span::of_block(count, ranks, index as u32))
+        };
+        pass(step, place, block(s as u32), Landing::copy(block(s as u32 + 1)));
+    });
 }
 
-/// Append a step that sends to the next rank and receives from the previous one, from the same buffer.
-fn pass(schedule: &mut Schedule, from: super::Region, landing: Landing) {
-    let place = schedule.place();
-    let send = Send { peer: place.after(1), from };
-    schedule.exchange(&[send], &[Recv { peer: place.before(1), sent_from: from.buffer, landing }]);
+/// Send to the next rank and receive from the previous one, from the same buffer.
+fn pass(step: &mut StepBuffer, place: Place, from: Region, landing: Landing) {
+    let recv = Recv { peer: place.before(1), sent_from: from.buffer, landing };
+    step.exchange(Send { peer: place.after(1), from }, recv);
 }
 
 #[cfg(test)]
@@ -106,6 +106,8 @@ mod tests {
         let spans: Vec<_> = schedule.steps().map(starts).collect();
         // Blocks [0, 2), [2, 4), [4, 7).
         assert_eq!(spans, [(0, 4), (4, 2), (2, 0), (0, 4)]);
-        assert!(schedule.steps().all(|step| step.sends[0].peer == Rank(1) && step.recvs[0].peer == Rank(2)));
+        assert!(
+            schedule.steps().map(|step| (step.sends[0].peer, step.recvs[0].peer)).all(|of| of == (Rank(1), Rank(2)))
+        );
     }
 }

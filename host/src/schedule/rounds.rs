@@ -6,7 +6,7 @@
 //!
 //! [`check`]: super::check
 
-use super::{Buffer, Recv, Schedule, Send, Span};
+use super::{Buffer, Recv, Schedule, Send, Span, StepBuffer};
 use sumac_hal::ids::Rank;
 
 /// A message of a collective.
@@ -24,65 +24,66 @@ pub struct Message {
     pub combines: bool,
 }
 
-/// Where a rank stands.
+/// Where a rank stands: its step, if it has come to one with messages, and which of them have taken place.
+#[derive(Default)]
 struct Progress {
-    step: usize,
+    index: usize,
+    step: StepBuffer,
     sent: Vec<bool>,
     received: Vec<bool>,
 }
 
 impl Progress {
-    /// Enter the first step from `step` on that has messages.
-    fn enter(schedule: &Schedule, step: usize) -> Self {
-        let has_messages = |at: &usize| schedule.step(*at).is_some_and(|s| !(s.sends.is_empty() && s.recvs.is_empty()));
-        let step = (step..schedule.len()).find(has_messages).unwrap_or(schedule.len());
-        let counts = schedule.step(step).map_or((0, 0), |step| (step.sends.len(), step.recvs.len()));
-        Self { step, sent: vec![false; counts.0], received: vec![false; counts.1] }
+    /// Enter the first step from the present index on that has messages.
+    fn enter(&mut self, schedule: &Schedule) {
+        while schedule.read(self.index, &mut self.step) && !self.step.step().has_messages() {
+            self.index += 1;
+        }
+        self.sent.clear();
+        self.sent.resize(self.step.sends.len(), false);
+        self.received.clear();
+        self.received.resize(self.step.recvs.len(), false);
     }
 
     fn is_step_done(&self) -> bool {
         self.sent.iter().chain(&self.received).all(|done| *done)
+    }
+
+    /// Return which receive of the step takes the next message from a rank, if one does.
+    fn awaits(&self, rank: usize) -> Option<usize> {
+        let recvs = &self.step.recvs;
+        (0..recvs.len()).find(|slot| !self.received[*slot] && recvs[*slot].peer.0 as usize == rank)
     }
 }
 
 /// Return the messages of `count` elements' schedules, one for each rank in order, round by round. `None`: a message is
 /// never received, so they are not the schedules of one collective.
 pub fn rounds(schedules: &[Schedule], count: usize) -> Option<Vec<Vec<Message>>> {
-    let mut progress: Vec<_> = schedules.iter().map(|schedule| Progress::enter(schedule, 0)).collect();
+    let mut progress: Vec<_> = schedules.iter().map(|_| Progress::default()).collect();
+    progress.iter_mut().zip(schedules).for_each(|(at, schedule)| at.enter(schedule));
     let mut rounds = Vec::new();
-    while progress.iter().zip(schedules).any(|(at, schedule)| at.step < schedule.len()) {
+    while progress.iter().zip(schedules).any(|(at, schedule)| at.index < schedule.len()) {
         let mut round = Vec::new();
         for (rank, schedule) in schedules.iter().enumerate() {
-            let sends = schedule.step(progress[rank].step).map_or(&[][..], |step| step.sends);
-            for (slot, send) in sends.iter().enumerate() {
-                let Some(at) =
-                    (!progress[rank].sent[slot]).then(|| awaited(schedules, &progress, rank, send)).flatten()
-                else {
-                    continue;
-                };
+            for slot in 0..progress[rank].step.sends.len() {
+                let send = progress[rank].step.sends[slot];
                 let peer = send.peer.0 as usize;
-                let recv = &schedules[peer].step(progress[peer].step)?.recvs[at];
+                let awaited = progress.get(peer).and_then(|peer| peer.awaits(rank));
+                let Some(at) = awaited.filter(|_| !progress[rank].sent[slot]) else { continue };
                 (progress[rank].sent[slot], progress[peer].received[at]) = (true, true);
-                round.push(message((schedule, send), (&schedules[peer], recv), count));
+                round.push(message((schedule, &send), (&schedules[peer], &progress[peer].step.recvs[at]), count));
             }
         }
         if round.is_empty() {
             return None;
         }
         for (at, schedule) in progress.iter_mut().zip(schedules).filter(|(at, _)| at.is_step_done()) {
-            *at = Progress::enter(schedule, at.step + 1);
+            at.index += 1;
+            at.enter(schedule);
         }
         rounds.push(round);
     }
     Some(rounds)
-}
-
-/// Return which receive of its peer's step takes a send, if the peer has come to it.
-fn awaited(schedules: &[Schedule], progress: &[Progress], rank: usize, send: &Send) -> Option<usize> {
-    let peer = send.peer.0 as usize;
-    let (schedule, at) = (schedules.get(peer)?, &progress[peer]);
-    let recvs = schedule.step(at.step)?.recvs;
-    (0..recvs.len()).find(|slot| !at.received[*slot] && recvs[*slot].peer.0 as usize == rank)
 }
 
 fn message((sender, send): (&Schedule, &Send), (receiver, recv): (&Schedule, &Recv), count: usize) -> Message {

@@ -60,10 +60,11 @@ pub fn gather(place: Place, count: usize, root: Rank) -> Schedule {
     }
     let mut schedule = Schedule::moving(place, Layout::moves(own.len, count, Some(own.start)));
     schedule.move_locally(&[Local::copy(input, Buffer::Output.at(own))]);
-    for peer in others(place) {
+    schedule.compute(place.ranks() as usize - 1, move |index, step| {
+        let peer = other(place, index);
         let landing = Landing::copy(Buffer::Output.at(Span::of_block(count, place.ranks(), peer.0)));
-        schedule.exchange(&[], &[Recv { peer, sent_from: Buffer::Input, landing }]);
-    }
+        step.recvs.push(Recv { peer, sent_from: Buffer::Input, landing });
+    });
     schedule
 }
 
@@ -78,10 +79,11 @@ pub fn scatter(place: Place, count: usize, root: Rank) -> Schedule {
         return schedule;
     }
     let mut schedule = Schedule::moving(place, Layout::moves(count, own.len, Some(own.start)));
-    for peer in others(place) {
+    schedule.compute(place.ranks() as usize - 1, move |index, step| {
+        let peer = other(place, index);
         let from = Buffer::Input.at(Span::of_block(count, place.ranks(), peer.0));
-        schedule.exchange(&[Send { peer, from }], &[]);
-    }
+        step.sends.push(Send { peer, from });
+    });
     schedule.move_locally(&[Local::copy(Buffer::Input.at(own), result)]);
     schedule
 }
@@ -98,24 +100,27 @@ fn push_reduce(schedule: &mut Schedule, count: usize, root: Rank) {
     if place.ranks() == 1 {
         schedule.move_locally(&[Local::copy(input, output)]);
     }
-    // What ranks 0..rank make, once there is anything.
-    let mut held = None;
-    for rank in (0..place.ranks()).map(Rank) {
+    // A step for each rank in order, but for rank 0 if it is the root: its input is there.
+    let first = u32::from(root == Rank(0));
+    schedule.compute((place.ranks() - first) as usize, move |index, step| {
+        let rank = Rank(index as u32 + first);
         let to = if rank.0 + 1 == place.ranks() { output } else { work };
+        // What the ranks before have made.
+        let held = match rank.0 {
+            0 => None,
+            1 if root == Rank(0) => Some(input),
+            _ => Some(work),
+        };
         let landing = held.map_or(Landing::copy(work), |held| Landing::combine(held, Side::Right, to));
-        match (rank == root, held) {
-            (true, None) => held = Some(input),
+        if rank != root {
+            step.recvs.push(Recv { peer: rank, sent_from: Buffer::Input, landing });
+        } else if to == output {
             // The input is the operand that its result may replace, where they share memory.
-            (true, Some(held)) if to == output => {
-                schedule.move_locally(&[Local { from: held, landing: Landing::combine(input, Side::Left, to) }]);
-            }
-            (true, Some(_)) => schedule.move_locally(&[Local { from: input, landing }]),
-            (false, _) => {
-                schedule.exchange(&[], &[Recv { peer: rank, sent_from: Buffer::Input, landing }]);
-                held = Some(work);
-            }
+            step.locals.push(Local { from: work, landing: Landing::combine(input, Side::Left, to) });
+        } else {
+            step.locals.push(Local { from: input, landing });
         }
-    }
+    });
 }
 
 /// Append the broadcast of the root's `Output`.
@@ -126,12 +131,13 @@ fn push_broadcast(schedule: &mut Schedule, count: usize, root: Rank) {
         schedule.exchange(&[], &[Recv { peer: root, sent_from: Buffer::Output, landing: Landing::copy(whole) }]);
         return;
     }
-    for peer in others(place) {
-        schedule.exchange(&[Send { peer, from: whole }], &[]);
-    }
+    schedule.compute(place.ranks() as usize - 1, move |index, step| {
+        step.sends.push(Send { peer: other(place, index), from: whole });
+    });
 }
 
-/// The ranks but this one, in order.
-fn others(place: Place) -> impl DoubleEndedIterator<Item = Rank> {
-    (0..place.ranks()).map(Rank).filter(move |&rank| rank != place.rank())
+/// The ranks but this one, by their index among them.
+const fn other(place: Place, index: usize) -> Rank {
+    let rank = index as u32;
+    Rank(if rank < place.rank().0 { rank } else { rank + 1 })
 }

@@ -1,9 +1,12 @@
-//! Parts of a schedule: places, spans of elements, steps.
+//! Parts of a schedule: places, spans of elements, and steps, which are stored or computed one at a time.
 //!
 //! All lengths are in elements; bytes matter only where a type is known (the executor, the cost model). Invariant: a
-//! [`Place`] always lies inside its communicator, so that index arithmetic needs no checks.
+//! [`Place`] always lies inside its communicator, so that index arithmetic needs no checks. A step is a function of its
+//! index alone: it can be read in any order, as often as wanted, with no other step in memory.
 
 use super::buffer::{Buffer, Layout, Local, Recv, Send};
+use std::fmt;
+use std::sync::Arc;
 use sumac_hal::ids::Rank;
 use thiserror::Error;
 
@@ -111,28 +114,117 @@ pub struct Step<'a> {
     pub recvs: &'a [Recv],
 }
 
+impl Step<'_> {
+    /// Return whether the step sends or receives.
+    pub const fn has_messages(&self) -> bool {
+        !(self.sends.is_empty() && self.recvs.is_empty())
+    }
+}
+
+/// Room for one step, which is used again for the next one.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct StepBuffer {
+    /// Moves within the rank.
+    pub locals: Vec<Local>,
+    /// Messages sent.
+    pub sends: Vec<Send>,
+    /// Messages received.
+    pub recvs: Vec<Recv>,
+}
+
+impl StepBuffer {
+    /// Return the step that it holds.
+    pub fn step(&self) -> Step<'_> {
+        Step { locals: &self.locals, sends: &self.sends, recvs: &self.recvs }
+    }
+
+    /// Empty it; its room stays.
+    pub fn clear(&mut self) {
+        self.locals.clear();
+        self.sends.clear();
+        self.recvs.clear();
+    }
+
+    /// Append a message in each direction.
+    pub(super) fn exchange(&mut self, send: Send, recv: Recv) {
+        self.sends.push(send);
+        self.recvs.push(recv);
+    }
+
+    fn append(&mut self, step: Step<'_>) {
+        self.locals.extend_from_slice(step.locals);
+        self.sends.extend_from_slice(step.sends);
+        self.recvs.extend_from_slice(step.recvs);
+    }
+}
+
 /// One rank's part of a collective: steps that run in order.
 ///
 /// Step k of one rank is unrelated to step k of another: messages match by their order between two ranks. Empty spans
 /// are sent as messages without payload: they let ranks detect mismatched calls, and keep a rank from returning before
 /// all others have entered.
-#[derive(Debug, Clone, PartialEq, Eq)]
+///
+/// A schedule is a header and *parts*, which follow one another. The steps of a part are either stored
+/// ([`Self::push`]), or computed one at a time from their index ([`Self::compute`]). An algorithm whose steps grow with
+/// the number of ranks computes them, so that a schedule takes as much memory over 16,384 ranks as over two. Users hold
+/// the step that they are in, in a [`StepBuffer`], and no other.
+#[derive(Clone)]
 pub struct Schedule {
     place: Place,
     layout: Layout,
     reduces: bool,
-    locals: Vec<Local>,
-    sends: Vec<Send>,
-    recvs: Vec<Recv>,
+    len: usize,
+    parts: Vec<Part>,
+}
+
+/// Steps that follow one another.
+#[derive(Clone)]
+struct Part {
+    /// The index of its first step in the schedule.
+    first: usize,
+    source: Source,
+}
+
+#[derive(Clone)]
+enum Source {
+    Stored(Stored),
+    Computed(Arc<Compute>),
+}
+
+/// Appends the step of this index, counted from the part's first one, to an empty buffer.
+type Compute = dyn Fn(usize, &mut StepBuffer) + std::marker::Send + Sync;
+
+/// Stored steps, one behind the other.
+#[derive(Debug, Clone, Default)]
+struct Stored {
+    all: StepBuffer,
     /// For each step, its end in these three lists.
     ends: Vec<Ends>,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, Default)]
 struct Ends {
     locals: usize,
     sends: usize,
     recvs: usize,
+}
+
+impl Stored {
+    fn push(&mut self, step: Step<'_>) {
+        self.all.append(step);
+        let StepBuffer { locals, sends, recvs } = &self.all;
+        self.ends.push(Ends { locals: locals.len(), sends: sends.len(), recvs: recvs.len() });
+    }
+
+    fn step(&self, index: usize) -> Step<'_> {
+        let end = self.ends[index];
+        let start = if index == 0 { Ends::default() } else { self.ends[index - 1] };
+        Step {
+            locals: &self.all.locals[start.locals..end.locals],
+            sends: &self.all.sends[start.sends..end.sends],
+            recvs: &self.all.recvs[start.recvs..end.recvs],
+        }
+    }
 }
 
 impl Schedule {
@@ -147,15 +239,32 @@ impl Schedule {
     }
 
     const fn empty(place: Place, layout: Layout, reduces: bool) -> Self {
-        Self { place, layout, reduces, locals: Vec::new(), sends: Vec::new(), recvs: Vec::new(), ends: Vec::new() }
+        Self { place, layout, reduces, len: 0, parts: Vec::new() }
     }
 
     /// Append a step.
     pub fn push(&mut self, step: Step<'_>) {
-        self.locals.extend_from_slice(step.locals);
-        self.sends.extend_from_slice(step.sends);
-        self.recvs.extend_from_slice(step.recvs);
-        self.ends.push(Ends { locals: self.locals.len(), sends: self.sends.len(), recvs: self.recvs.len() });
+        if !matches!(self.parts.last(), Some(Part { source: Source::Stored(_), .. })) {
+            self.parts.push(Part { first: self.len, source: Source::Stored(Stored::default()) });
+        }
+        if let Some(Part { source: Source::Stored(stored), .. }) = self.parts.last_mut() {
+            stored.push(step);
+            self.len += 1;
+        }
+    }
+
+    /// Append `steps` steps: `step` appends that of an index, from 0 on, to an empty buffer whenever it is read.
+    ///
+    /// It must append the same each time. Read by the executor, it should allocate nothing beyond the buffer's room.
+    pub fn compute(
+        &mut self,
+        steps: usize,
+        step: impl Fn(usize, &mut StepBuffer) + std::marker::Send + Sync + 'static,
+    ) {
+        if steps > 0 {
+            self.parts.push(Part { first: self.len, source: Source::Computed(Arc::new(step)) });
+            self.len += steps;
+        }
     }
 
     /// Append a step of messages.
@@ -166,6 +275,17 @@ impl Schedule {
     /// Append a step of local moves.
     pub fn move_locally(&mut self, locals: &[Local]) {
         self.push(Step { locals, ..Step::default() });
+    }
+
+    /// Store the computed steps too, as a schedule of few steps should be that runs many times.
+    #[must_use]
+    pub fn stored(self) -> Self {
+        if self.parts.iter().all(|part| matches!(part.source, Source::Stored(_))) {
+            return self;
+        }
+        let mut stored = Self::empty(self.place, self.layout, self.reduces);
+        self.steps().for_each(|step| stored.push(step));
+        stored
     }
 
     /// Return the rank whose part this is.
@@ -190,43 +310,101 @@ impl Schedule {
 
     /// Return the number of steps.
     pub const fn len(&self) -> usize {
-        self.ends.len()
-    }
-
-    /// Return the number of messages that this rank sends and receives.
-    pub const fn messages(&self) -> usize {
-        self.sends.len() + self.recvs.len()
+        self.len
     }
 
     /// Return whether it has no steps.
     pub const fn is_empty(&self) -> bool {
-        self.ends.is_empty()
+        self.len == 0
     }
 
-    /// Return step `index`, if there is one.
-    pub fn step(&self, index: usize) -> Option<Step<'_>> {
-        let end = *self.ends.get(index)?;
-        let start = if index == 0 { Ends::default() } else { self.ends[index - 1] };
-        Some(Step {
-            locals: &self.locals[start.locals..end.locals],
-            sends: &self.sends[start.sends..end.sends],
-            recvs: &self.recvs[start.recvs..end.recvs],
-        })
+    /// Read step `index` into a buffer, or empty it if there is none; returns whether there is.
+    pub fn read(&self, index: usize, buffer: &mut StepBuffer) -> bool {
+        buffer.clear();
+        // The last part that begins at the step or before it; there are a few at most.
+        let part = self.parts.iter().rfind(|part| part.first <= index).filter(|_| index < self.len);
+        let Some(Part { first, source }) = part else { return false };
+        match source {
+            Source::Stored(stored) => buffer.append(stored.step(index - first)),
+            Source::Computed(compute) => compute(index - first, buffer),
+        }
+        true
     }
 
-    /// Return the steps in order.
-    pub fn steps(&self) -> impl Iterator<Item = Step<'_>> {
-        (0..self.len()).filter_map(|index| self.step(index))
+    /// Return step `index`, if there is one, in a buffer.
+    pub fn step<'b>(&self, index: usize, buffer: &'b mut StepBuffer) -> Option<Step<'b>> {
+        self.read(index, buffer).then(|| buffer.step())
+    }
+
+    /// Return the steps in order, one at a time.
+    pub const fn steps(&self) -> Steps<'_> {
+        let buffer = StepBuffer { locals: Vec::new(), sends: Vec::new(), recvs: Vec::new() };
+        Steps { schedule: self, next: 0, buffer }
+    }
+
+    /// Return the number of messages that this rank sends and receives, which takes a pass over its steps.
+    pub fn messages(&self) -> usize {
+        self.steps().map(|step| step.sends.len() + step.recvs.len()).sum()
     }
 
     /// Return the bytes that this rank sends, with elements of `element_bytes` and partial ones of `partial_bytes`;
-    /// frame headers are not counted.
+    /// frame headers are not counted. It takes a pass over the steps.
     pub fn sent_bytes(&self, element_bytes: usize, partial_bytes: usize) -> u64 {
         let bytes = |send: &Send| match send.from.buffer {
             Buffer::Work => send.from.span.len as u64 * partial_bytes as u64,
             Buffer::Input | Buffer::Output => send.from.span.len as u64 * element_bytes as u64,
         };
-        self.sends.iter().map(bytes).sum()
+        self.steps().map(|step| step.sends.iter().map(bytes).sum::<u64>()).sum()
+    }
+}
+
+/// Schedules are equal if their steps are, stored or computed.
+impl PartialEq for Schedule {
+    fn eq(&self, other: &Self) -> bool {
+        let header = |of: &Self| (of.place, of.layout, of.reduces, of.len);
+        let (mut ours, mut theirs) = (self.steps(), other.steps());
+        header(self) == header(other) && (0..self.len).all(|_| ours.next() == theirs.next())
+    }
+}
+
+impl Eq for Schedule {}
+
+impl fmt::Debug for Schedule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { place, layout, reduces, len, .. } = self;
+        let mut described = f.debug_struct("Schedule");
+        described.field("place", place).field("layout", layout).field("reduces", reduces).field("len", len);
+        described.finish_non_exhaustive()
+    }
+}
+
+/// The steps of a schedule, each of which is there until the next one is asked for.
+#[derive(Debug, Clone)]
+pub struct Steps<'a> {
+    schedule: &'a Schedule,
+    next: usize,
+    buffer: StepBuffer,
+}
+
+impl Steps<'_> {
+    /// Return the next step, if there is one.
+    #[allow(clippy::should_implement_trait, reason = "an iterator cannot lend what it holds")]
+    pub fn next(&mut self) -> Option<Step<'_>> {
+        let step = self.schedule.step(self.next, &mut self.buffer)?;
+        self.next += 1;
+        Some(step)
+    }
+
+    /// Call `each` for the steps that are left.
+    pub fn for_each(mut self, mut each: impl FnMut(Step<'_>)) {
+        while let Some(step) = self.next() {
+            each(step);
+        }
+    }
+
+    /// Return what `of` makes of the steps that are left.
+    pub fn map<T>(mut self, mut of: impl FnMut(Step<'_>) -> T) -> impl Iterator<Item = T> {
+        std::iter::from_fn(move || self.next().map(&mut of))
     }
 }
 
@@ -241,6 +419,48 @@ mod tests {
         assert!(Place::new(Rank(0), 0).is_err());
         let place = Place::new(Rank(1), 5).expect("inside");
         assert_eq!((place.after(4), place.before(2), place.before(5)), (Rank(0), Rank(4), Rank(1)));
+    }
+
+    /// A stored step, three computed ones, and another stored one.
+    fn in_parts() -> Schedule {
+        let mut schedule = Schedule::moving(Place { rank: 0, ranks: 9 }, Layout::default());
+        let send = |rank: usize| Send { peer: Rank(rank as u32), from: Buffer::Input.at(Span::first(rank)) };
+        schedule.exchange(&[send(1)], &[]);
+        schedule.compute(0, |_, _| unreachable!("there is no step"));
+        schedule.compute(3, move |index, step| step.sends.extend((0..=index).map(|_| send(2 + index))));
+        schedule.exchange(&[send(5), send(5)], &[]);
+        schedule
+    }
+
+    #[test]
+    fn steps_of_all_parts_are_read_by_their_index() {
+        let (schedule, mut room) = (in_parts(), StepBuffer::default());
+        let mut peers = |index| {
+            let step = schedule.step(index, &mut room)?;
+            Some(step.sends.iter().map(|send| send.peer.0).collect::<Vec<_>>())
+        };
+        let expected = [vec![1], vec![2], vec![3, 3], vec![4, 4, 4], vec![5, 5]];
+        for index in [4, 0, 3, 1, 2] {
+            assert_eq!(peers(index).as_ref(), Some(&expected[index]));
+        }
+        assert_eq!(peers(5), None);
+        assert!(!schedule.read(5, &mut room) && room == StepBuffer::default());
+        let in_order = schedule.steps().map(|step| step.sends.len()).collect::<Vec<_>>();
+        assert_eq!((in_order, schedule.len(), schedule.messages()), (vec![1, 1, 2, 3, 2], 5, 9));
+        assert_eq!(schedule.sent_bytes(10, 0), 10 * (1 + 2 + 2 * 3 + 3 * 4 + 2 * 5));
+    }
+
+    #[test]
+    fn stored_schedule_is_equal_and_other_steps_are_not() {
+        let schedule = in_parts();
+        assert_eq!(schedule.clone().stored(), schedule);
+        assert_eq!(schedule.clone().stored().parts.len(), 1);
+        let mut longer = schedule.clone();
+        longer.exchange(&[], &[]);
+        assert_ne!(longer, schedule);
+        let mut other = Schedule::moving(schedule.place, schedule.layout);
+        other.compute(5, |_, _| ());
+        assert_ne!(other, schedule);
     }
 
     proptest! {

@@ -18,18 +18,19 @@ use super::combinations::{self, Profile};
 use super::{Buffer, Landing, Layout, Local, Place, Recv, Region, Schedule, Send, Side, Span, Step};
 use crate::plan::{Child, Plan};
 use std::collections::HashMap;
+use std::sync::Arc;
 use sumac_hal::ctrl::Order;
 use sumac_hal::ids::Rank;
 use thiserror::Error;
 
-/// An aggregation tree with a declared order: an expression over ranks 0..ranks.
+/// An aggregation tree with a declared order: an expression over ranks 0..ranks. Clones share it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tree {
-    nodes: Vec<Vec<Child>>,
+    nodes: Arc<[Vec<Child>]>,
     ranks: u32,
     is_fold: bool,
     /// The nodes, parents first.
-    descent: Vec<usize>,
+    descent: Arc<[usize]>,
     profile: Profile,
 }
 
@@ -112,7 +113,8 @@ impl Tree {
             let node = (0..nodes.len()).find(|node| !descent.contains(node)).unwrap_or(0);
             return Err(TreeError::Node { node, nodes: nodes.len(), parents: 1 });
         }
-        let mut tree = Self { nodes, ranks, is_fold, descent, profile: Profile { steps: 0, depth: 0 } };
+        let profile = Profile { steps: 0, depth: 0 };
+        let mut tree = Self { nodes: nodes.into(), ranks, is_fold, descent: descent.into(), profile };
         tree.profile = Profile { steps: tree.steps(), depth: combinations::depth(&tree) };
         Ok(tree)
     }

@@ -115,7 +115,9 @@ impl RankSet {
 
     /// Return the lowest rank below `ranks` that is not in the set.
     pub(super) fn first_missing(&self, ranks: usize) -> Option<Rank> {
-        (0..ranks).find(|rank| self.words[rank / 64] >> (rank % 64) & 1 == 0).map(|rank| Rank(rank as u32))
+        let (index, word) = self.words.iter().enumerate().find(|(_, word)| **word != u64::MAX)?;
+        let rank = index * 64 + word.trailing_ones() as usize;
+        (rank < ranks).then_some(Rank(rank as u32))
     }
 
     /// Return whether the set is this rank alone.

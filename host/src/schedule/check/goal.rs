@@ -241,14 +241,26 @@ fn check_run(
 struct Blocks {
     runs: Vec<Run>,
     shown_by: Vec<Rank>,
+    /// Where the run after the last one that was looked for is.
+    next: usize,
 }
 
 impl Blocks {
+    /// Return the index of the first run that ends after an element. Most ranks show their elements in order.
+    fn find(&self, element: usize) -> usize {
+        let is_after = |index: usize| self.runs.get(index).is_some_and(|known| known.start + known.len > element);
+        match self.next {
+            next if next > 0 && is_after(next) && !is_after(next - 1) => next,
+            _ => self.runs.partition_point(|known| known.start + known.len <= element),
+        }
+    }
+
     /// Add a run that `rank` ends with; it must agree with what other ranks have shown.
     fn add(&mut self, rank: Rank, run: &Run) -> Result<(), CheckError> {
         let (mut element, end) = (run.value.element, run.value.element + run.len);
         while element < end {
-            let next = self.runs.partition_point(|known| known.start + known.len <= element);
+            let next = self.find(element);
+            self.next = next + 1;
             let known = self.runs.get(next).copied();
             match known.filter(|known| known.start <= element) {
                 Some(known) if known.value.expression == run.value.expression => element = known.start + known.len,

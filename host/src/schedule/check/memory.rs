@@ -116,7 +116,8 @@ impl Memory {
         let (Some(first), Some(last)) = (runs.first(), runs.last()) else { return };
         let (start, end) = (address + first.start, address + last.end());
         let from = self.runs.partition_point(|(_, run)| run.end() <= start);
-        let to = self.runs.partition_point(|(_, run)| run.start < end);
+        // Few, if any.
+        let to = from + self.runs[from..].iter().take_while(|(_, run)| run.start < end).count();
         let mut new = Vec::with_capacity(runs.len() + 2);
         if let Some((held, run)) = self.runs[from..to].first()
             && run.start < start

@@ -11,7 +11,8 @@
 //!   all ranks have the same expression of it.
 //!
 //! It needs no element type: elements that all schedules treat alike are one symbol, so its cost does not depend on the
-//! count. HCCL's verifier also checks task graphs without devices.
+//! count. Of each schedule it holds the step that its rank is in, as the executor does. HCCL's verifier also checks
+//! task graphs without devices.
 
 mod error;
 mod expression;
@@ -26,10 +27,10 @@ pub use expression::{ExprId, Expressions};
 pub use goal::Goal;
 
 use super::tree::Tree;
-use super::{Algorithm, Place, Problem, Recv, Region, Schedule, Send, Shape, Span, Step};
+use super::{Algorithm, Place, Problem, Recv, Region, Schedule, Send, Shape, Span, Step, StepBuffer};
 use memory::Memory;
 use simulation::Simulation;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use sumac_hal::ids::Rank;
 use thiserror::Error;
 
@@ -66,22 +67,23 @@ pub struct Report {
 /// [`CheckError`] names the first violation, and where it is.
 pub fn check(goal: Goal<'_>, schedules: &[Schedule]) -> Result<Report, CheckError> {
     goal.fits(schedules)?;
+    let mut counts = Counts::default();
     for schedule in schedules {
-        well_formed(schedule)?;
+        well_formed(schedule, &mut counts)?;
     }
-    matched(schedules)?;
-    let mut simulation = Simulation::new(schedules);
-    simulation.run()?;
+    let mut simulation = Simulation::new(schedules, goal == Goal::Barrier);
+    if let Err(error) = simulation.run() {
+        // Whatever follows from ends that do not match, they are the cause.
+        return Err(matched(schedules).err().unwrap_or(error));
+    }
     let blocks = goal.check_postconditions(&simulation)?;
-    let messages =
-        |schedule: &Schedule| schedule.steps().filter(|step| !(step.sends.is_empty() && step.recvs.is_empty())).count();
     Ok(Report {
-        steps: schedules.iter().map(messages).max().unwrap_or(0),
-        sent_elements_max: schedules.iter().map(|schedule| schedule.sent_bytes(1, 1)).max().unwrap_or(0),
-        messages: schedules.iter().flat_map(Schedule::steps).map(receivers).sum(),
-        moved_elements: schedules.iter().map(|schedule| schedule.sent_bytes(1, 1)).sum(),
-        extra_messages: schedules.iter().map(|schedule| schedule.steps().map(extra_messages).sum()).max().unwrap_or(0),
-        extra_pieces: schedules.iter().map(|schedule| schedule.steps().map(extra_pieces).sum()).max().unwrap_or(0),
+        steps: counts.steps,
+        sent_elements_max: counts.sent_elements_max,
+        messages: counts.messages,
+        moved_elements: counts.moved_elements,
+        extra_messages: counts.extra_messages,
+        extra_pieces: counts.extra_pieces,
         reduced_elements_max: simulation.reduced_elements_max(),
         path_elements: simulation.finish_time(),
         expressions: simulation.into_expressions(),
@@ -89,21 +91,57 @@ pub fn check(goal: Goal<'_>, schedules: &[Schedule]) -> Result<Report, CheckErro
     })
 }
 
-/// The number of ranks that a step sends to.
-fn receivers(step: Step<'_>) -> u64 {
-    let to: BTreeSet<Rank> = step.sends.iter().map(|send| send.peer).collect();
-    to.len() as u64
+/// What the steps of all ranks add up to.
+#[derive(Debug, Default)]
+struct Counts {
+    steps: usize,
+    sent_elements_max: u64,
+    messages: u64,
+    moved_elements: u64,
+    extra_messages: u64,
+    extra_pieces: u64,
+    /// The peers of a step in one direction.
+    peers: Vec<Rank>,
 }
 
-/// The peers beyond one of a step, in the direction that has more.
-fn extra_messages(step: Step<'_>) -> u64 {
-    let from: BTreeSet<Rank> = step.recvs.iter().map(|recv| recv.peer).collect();
-    receivers(step).max(from.len() as u64).saturating_sub(1)
+/// The same of one rank.
+#[derive(Debug, Default)]
+struct RankCounts {
+    steps: usize,
+    sent_elements: u64,
+    extra_messages: u64,
+    extra_pieces: u64,
 }
 
-/// The pieces that a step sends beyond one to each peer.
-fn extra_pieces(step: Step<'_>) -> u64 {
-    step.sends.len() as u64 - receivers(step)
+impl Counts {
+    /// Count a step of a rank.
+    fn add(&mut self, of_rank: &mut RankCounts, step: Step<'_>) {
+        let receivers = self.distinct(step.sends.iter().map(|send| send.peer));
+        let senders = self.distinct(step.recvs.iter().map(|recv| recv.peer));
+        self.messages += receivers;
+        of_rank.steps += usize::from(step.has_messages());
+        of_rank.sent_elements += step.sends.iter().map(|send| send.from.span.len as u64).sum::<u64>();
+        // The peers beyond one, in the direction that has more.
+        of_rank.extra_messages += receivers.max(senders).saturating_sub(1);
+        of_rank.extra_pieces += step.sends.len() as u64 - receivers;
+    }
+
+    fn distinct(&mut self, peers: impl Iterator<Item = Rank>) -> u64 {
+        self.peers.clear();
+        self.peers.extend(peers);
+        self.peers.sort_unstable();
+        self.peers.dedup();
+        self.peers.len() as u64
+    }
+
+    /// A rank's steps are counted.
+    fn end(&mut self, of_rank: &RankCounts) {
+        self.steps = self.steps.max(of_rank.steps);
+        self.sent_elements_max = self.sent_elements_max.max(of_rank.sent_elements);
+        self.moved_elements += of_rank.sent_elements;
+        self.extra_messages = self.extra_messages.max(of_rank.extra_messages);
+        self.extra_pieces = self.extra_pieces.max(of_rank.extra_pieces);
+    }
 }
 
 /// Why an algorithm does not evaluate a tree's expression.
@@ -165,8 +203,8 @@ pub fn evaluates(algorithm: &Algorithm, tree: &Tree, shape: Shape) -> Result<(),
     Ok(())
 }
 
-/// Check each schedule on its own.
-fn well_formed(schedule: &Schedule) -> Result<(), CheckError> {
+/// Check each schedule on its own, and count its steps.
+fn well_formed(schedule: &Schedule, counts: &mut Counts) -> Result<(), CheckError> {
     let rank = schedule.place().rank();
     let layout = schedule.layout();
     let (shorter, longer) = (layout.input.min(layout.output), layout.input.max(layout.output));
@@ -175,7 +213,9 @@ fn well_formed(schedule: &Schedule) -> Result<(), CheckError> {
         return Err(CheckError::Layout { rank });
     }
     let memory = Memory::new(rank, layout);
-    for (index, step) in schedule.steps().enumerate() {
+    let (mut steps, mut of_rank) = (schedule.steps(), RankCounts::default());
+    for index in 0..schedule.len() {
+        let Some(step) = steps.next() else { break };
         for peer in step.sends.iter().map(|send| send.peer).chain(step.recvs.iter().map(|recv| recv.peer)) {
             if peer == rank || peer.0 >= schedule.place().ranks() {
                 return Err(CheckError::BadPeer { rank, step: index, peer });
@@ -183,7 +223,9 @@ fn well_formed(schedule: &Schedule) -> Result<(), CheckError> {
         }
         inside(schedule, index, &step)?;
         disjoint(rank, index, &step, &memory)?;
+        counts.add(&mut of_rank, step);
     }
+    counts.end(&of_rank);
     Ok(())
 }
 
@@ -268,44 +310,70 @@ fn disjoint(rank: Rank, index: usize, step: &Step<'_>, memory: &Memory) -> Resul
     Ok(())
 }
 
-/// What one rank sends to another, and what that one receives, each with its step.
-#[derive(Default)]
-struct Messages {
-    sends: Vec<(usize, Send)>,
-    recvs: Vec<(usize, Recv)>,
+/// How many messages one end of a pair of ranks has, and a hash of their lengths and forms.
+#[derive(Default, PartialEq)]
+struct Tally {
+    messages: u64,
+    hash: u64,
+}
+
+impl Tally {
+    fn add(&mut self, len: usize, form: super::Buffer) {
+        self.messages += 1;
+        // FNV-1a, word by word.
+        self.hash = (self.hash ^ (len as u64) << 2 ^ form as u64).wrapping_mul(0x100_0000_01b3);
+    }
 }
 
 /// Check that both ends of each pair of ranks have the same list of messages.
+///
+/// The first pair, in order, whose ends differ is found by their tallies; only its messages are compared one by one.
 fn matched(schedules: &[Schedule]) -> Result<(), CheckError> {
-    // In the order of (from, to), and for each pair in the order of its messages.
-    let mut pairs: BTreeMap<(Rank, Rank), Messages> = BTreeMap::new();
+    let mut pairs: BTreeMap<(Rank, Rank), [Tally; 2]> = BTreeMap::new();
     for schedule in schedules {
         let rank = schedule.place().rank();
-        for (step, messages) in schedule.steps().enumerate() {
-            for send in messages.sends {
-                pairs.entry((rank, send.peer)).or_default().sends.push((step, *send));
+        schedule.steps().for_each(|step| {
+            for send in step.sends {
+                pairs.entry((rank, send.peer)).or_default()[0].add(send.from.span.len, send.from.buffer);
             }
-            for recv in messages.recvs {
-                pairs.entry((recv.peer, rank)).or_default().recvs.push((step, *recv));
+            for recv in step.recvs {
+                pairs.entry((recv.peer, rank)).or_default()[1].add(recv.landing.to.span.len, recv.sent_from);
+            }
+        });
+    }
+    let differs = pairs.iter().find(|(_, [sent, received])| sent != received);
+    differs.map_or(Ok(()), |(&(from, to), _)| matched_pair(schedules, from, to))
+}
+
+/// Check that a pair of ranks has the same list of messages at both ends.
+fn matched_pair(schedules: &[Schedule], from: Rank, to: Rank) -> Result<(), CheckError> {
+    let (mut sends, mut recvs): (Vec<(usize, Send)>, Vec<(usize, Recv)>) = (Vec::new(), Vec::new());
+    let mut buffer = StepBuffer::default();
+    for (rank, peer) in [(from, to), (to, from)] {
+        let schedule = &schedules[rank.0 as usize];
+        for index in 0..schedule.len() {
+            let Some(step) = schedule.step(index, &mut buffer) else { break };
+            if rank == from {
+                sends.extend(step.sends.iter().filter(|send| send.peer == peer).map(|send| (index, *send)));
+            } else {
+                recvs.extend(step.recvs.iter().filter(|recv| recv.peer == peer).map(|recv| (index, *recv)));
             }
         }
     }
-    for ((from, to), Messages { sends, recvs }) in pairs {
-        for (&(step, send), (_, recv)) in sends.iter().zip(&recvs) {
-            let received = recv.landing.to;
-            if send.from.span.len != received.span.len {
-                return Err(CheckError::LengthMismatch { from, to, step, sent: send.from, received });
-            }
-            if send.from.buffer != recv.sent_from {
-                return Err(CheckError::FormMismatch { from, to, step, sent: send.from.buffer });
-            }
+    for (&(step, send), (_, recv)) in sends.iter().zip(&recvs) {
+        let received = recv.landing.to;
+        if send.from.span.len != received.span.len {
+            return Err(CheckError::LengthMismatch { from, to, step, sent: send.from, received });
         }
-        if let Some(&(step, _)) = sends.get(recvs.len()) {
-            return Err(CheckError::UnmatchedSend { from, to, step });
-        }
-        if let Some(&(step, _)) = recvs.get(sends.len()) {
-            return Err(CheckError::UnmatchedReceive { from, to, step });
+        if send.from.buffer != recv.sent_from {
+            return Err(CheckError::FormMismatch { from, to, step, sent: send.from.buffer });
         }
     }
-    Ok(())
+    if let Some(&(step, _)) = sends.get(recvs.len()) {
+        return Err(CheckError::UnmatchedSend { from, to, step });
+    }
+    match recvs.get(sends.len()) {
+        Some(&(step, _)) => Err(CheckError::UnmatchedReceive { from, to, step }),
+        None => Ok(()),
+    }
 }

@@ -8,14 +8,16 @@
 use super::error::CheckError;
 use super::expression::{Expressions, RankSet};
 use super::memory::{Memory, Run, Value};
-use crate::schedule::{Buffer, Landing, Recv, Region, Schedule, Send, Side, Step};
-use std::collections::{HashMap, VecDeque};
+use crate::schedule::{Buffer, Landing, Region, Schedule, Side, StepBuffer};
+use std::collections::VecDeque;
 use sumac_hal::ids::Rank;
 
 /// A rank's progress.
 #[derive(Debug)]
 struct RankState {
-    step: usize,
+    /// The index of its step, and the step.
+    index: usize,
+    step: StepBuffer,
     /// When the last message of the step ends, in elements of the beta term.
     end_time: u64,
     /// When the step begins.
@@ -23,7 +25,10 @@ struct RankState {
     /// The step's messages in each direction: when both ends are ready for it, and its length.
     sent: Vec<(u64, u64)>,
     received: Vec<(u64, u64)>,
-    /// Messages of the step not yet transferred.
+    /// The step's messages in each direction that are not transferred yet.
+    sends: Open,
+    recvs: Open,
+    /// Their number.
     waiting: usize,
     memory: Memory,
     reduced_elements: u64,
@@ -32,14 +37,61 @@ struct RankState {
     reached_by_before: RankSet,
 }
 
+/// Messages of a step in one direction that are not transferred yet.
+#[derive(Debug, Default)]
+struct Open {
+    /// Their peers and indices, in order.
+    messages: Vec<(Rank, usize)>,
+    /// For each peer, in order, which of them come next, up to an end.
+    next: Vec<(Rank, usize, usize)>,
+}
+
+impl Open {
+    /// Open all messages of a step, given by their peers.
+    fn open(&mut self, peers: impl Iterator<Item = Rank>) {
+        self.messages.clear();
+        self.messages.extend(peers.enumerate().map(|(index, peer)| (peer, index)));
+        self.messages.sort_unstable();
+        self.next.clear();
+        let mut start = 0;
+        for of_peer in self.messages.chunk_by(|a, b| a.0 == b.0) {
+            self.next.push((of_peer[0].0, start, start + of_peer.len()));
+            start += of_peer.len();
+        }
+    }
+
+    fn find(&self, peer: Rank) -> Option<usize> {
+        self.next.binary_search_by_key(&peer, |&(peer, ..)| peer).ok()
+    }
+
+    /// Return the index of the next message with a peer.
+    fn next(&self, peer: Rank) -> Option<usize> {
+        let (_, next, end) = self.next[self.find(peer)?];
+        (next < end).then(|| self.messages[next].1)
+    }
+
+    /// The next message with a peer is transferred.
+    fn close(&mut self, peer: Rank) {
+        if let Some(at) = self.find(peer) {
+            self.next[at].1 += 1;
+        }
+    }
+}
+
+/// A message that can be transferred: its ends, and its index in the step of each.
+struct Transfer {
+    from: usize,
+    to: usize,
+    sent: usize,
+    received: usize,
+}
+
 pub(super) struct Simulation<'a> {
     schedules: &'a [Schedule],
     states: Vec<RankState>,
-    /// Sends posted and not yet received, for each (from, to) that has any.
-    sends: HashMap<(usize, usize), VecDeque<Send>>,
-    /// Receives posted and not yet matched, for each (from, to) that has any.
-    recvs: HashMap<(usize, usize), VecDeque<Recv>>,
     expressions: Expressions,
+    /// Whether it matters which ranks have reached which.
+    is_barrier: bool,
 }
 
 /// When a rank is done with messages in one direction, taken as early as they are ready; forgets them.
@@ -49,16 +101,19 @@ fn finished(messages: &mut Vec<(u64, u64)>) -> u64 {
 }
 
 impl<'a> Simulation<'a> {
-    pub(super) fn new(schedules: &'a [Schedule]) -> Self {
+    pub(super) fn new(schedules: &'a [Schedule], is_barrier: bool) -> Self {
         let ranks = schedules.len();
         let state = |(rank, schedule): (usize, &Schedule)| {
             let reached_by = RankSet::of(rank, ranks);
             RankState {
-                step: 0,
+                index: 0,
+                step: StepBuffer::default(),
                 end_time: 0,
                 begin_time: 0,
                 sent: Vec::new(),
                 received: Vec::new(),
+                sends: Open::default(),
+                recvs: Open::default(),
                 waiting: 0,
                 memory: Memory::new(Rank(rank as u32), schedule.layout()),
                 reduced_elements: 0,
@@ -69,9 +124,8 @@ impl<'a> Simulation<'a> {
         Self {
             schedules,
             states: schedules.iter().enumerate().map(state).collect(),
-            sends: HashMap::new(),
-            recvs: HashMap::new(),
             expressions: Expressions::new(ranks),
+            is_barrier,
         }
     }
 
@@ -83,26 +137,20 @@ impl<'a> Simulation<'a> {
             self.post(rank, &mut posted)?;
         }
         while let Some((from, to)) = posted.pop_front() {
-            let pair = (from, to);
-            if let (Some(sends), Some(recvs)) = (self.sends.get_mut(&pair), self.recvs.get_mut(&pair))
-                && let (Some(&send), Some(&recv)) = (sends.front(), recvs.front())
-            {
-                sends.pop_front();
-                recvs.pop_front();
-                self.message(from, to, &send, &recv, &mut posted)?;
+            let sent = self.states[from].sends.next(Rank(to as u32));
+            let received = self.states[to].recvs.next(Rank(from as u32));
+            if let (Some(sent), Some(received)) = (sent, received) {
+                self.transfer(&Transfer { from, to, sent, received }, &mut posted)?;
                 posted.push_back((from, to));
             }
         }
-        for (rank, schedule) in self.schedules.iter().enumerate() {
-            if let Some(step) = schedule.step(self.states[rank].step) {
-                let unmet = |peer: &Rank| {
-                    let peer = peer.0 as usize;
-                    self.sends.get(&(rank, peer)).is_some_and(|sends| !sends.is_empty())
-                        || self.recvs.get(&(peer, rank)).is_some_and(|recvs| !recvs.is_empty())
-                };
-                let sent_to = step.sends.iter().map(|send| send.peer);
-                let peer = sent_to.chain(step.recvs.iter().map(|recv| recv.peer)).find(unmet).unwrap_or(Rank(0));
-                return Err(CheckError::Deadlock { rank: Rank(rank as u32), step: self.states[rank].step, peer });
+        for (rank, (state, schedule)) in self.states.iter().zip(self.schedules).enumerate() {
+            if state.index < schedule.len() {
+                let unmet = |peer: &Rank| state.sends.next(*peer).is_some() || state.recvs.next(*peer).is_some();
+                let sent_to = state.step.sends.iter().map(|send| send.peer);
+                let peers = sent_to.chain(state.step.recvs.iter().map(|recv| recv.peer));
+                let peer = peers.into_iter().find(unmet).unwrap_or(Rank(0));
+                return Err(CheckError::Deadlock { rank: Rank(rank as u32), step: state.index, peer });
             }
         }
         Ok(())
@@ -110,54 +158,62 @@ impl<'a> Simulation<'a> {
 
     /// Run the local moves of `rank`'s step and post its messages, passing over steps without any.
     fn post(&mut self, rank: usize, posted: &mut VecDeque<(usize, usize)>) -> Result<(), CheckError> {
-        let schedules = self.schedules;
-        while let Some(Step { locals, sends, recvs }) = schedules[rank].step(self.states[rank].step) {
-            for local in locals {
+        let schedule = &self.schedules[rank];
+        let mut step = std::mem::take(&mut self.states[rank].step);
+        while schedule.read(self.states[rank].index, &mut step) {
+            for local in &step.locals {
                 let moved = self.read(rank, local.from)?;
                 self.land(rank, local.from.buffer, &moved, &local.landing)?;
             }
-            let state = &mut self.states[rank];
-            state.reached_by_before = state.reached_by.clone();
-            state.waiting = sends.len() + recvs.len();
-            if state.waiting == 0 {
-                state.step += 1;
-                continue;
+            if step.step().has_messages() {
+                break;
             }
-            for send in sends {
-                self.sends.entry((rank, send.peer.0 as usize)).or_default().push_back(*send);
-                posted.push_back((rank, send.peer.0 as usize));
-            }
-            for recv in recvs {
-                self.recvs.entry((recv.peer.0 as usize, rank)).or_default().push_back(*recv);
-                posted.push_back((recv.peer.0 as usize, rank));
-            }
-            return Ok(());
+            self.states[rank].index += 1;
         }
+        let state = &mut self.states[rank];
+        if self.is_barrier {
+            state.reached_by_before = state.reached_by.clone();
+        }
+        state.waiting = step.sends.len() + step.recvs.len();
+        state.sends.open(step.sends.iter().map(|send| send.peer));
+        state.recvs.open(step.recvs.iter().map(|recv| recv.peer));
+        posted.extend(step.sends.iter().map(|send| (rank, send.peer.0 as usize)));
+        posted.extend(step.recvs.iter().map(|recv| (recv.peer.0 as usize, rank)));
+        state.step = step;
         Ok(())
     }
 
-    /// Transfer one matched message.
-    fn message(
-        &mut self,
-        from: usize,
-        to: usize,
-        send: &Send,
-        recv: &Recv,
-        posted: &mut VecDeque<(usize, usize)>,
-    ) -> Result<(), CheckError> {
+    /// Transfer one message that both ends have posted.
+    fn transfer(&mut self, ends: &Transfer, posted: &mut VecDeque<(usize, usize)>) -> Result<(), CheckError> {
+        let &Transfer { from, to, sent, received } = ends;
+        let send = self.states[from].step.sends[sent];
+        let recv = self.states[to].step.recvs[received];
+        let (sender, receiver) = (Rank(from as u32), Rank(to as u32));
+        self.states[from].sends.close(receiver);
+        self.states[to].recvs.close(sender);
+        if send.from.span.len != recv.landing.to.span.len {
+            let (step, received) = (self.states[from].index, recv.landing.to);
+            return Err(CheckError::LengthMismatch { from: sender, to: receiver, step, sent: send.from, received });
+        }
+        if send.from.buffer != recv.sent_from {
+            let (step, sent) = (self.states[from].index, send.from.buffer);
+            return Err(CheckError::FormMismatch { from: sender, to: receiver, step, sent });
+        }
         let ready = self.states[from].begin_time.max(self.states[to].begin_time);
         let timed = (ready, send.from.span.len as u64);
         self.states[from].sent.push(timed);
         self.states[to].received.push(timed);
-        let sender_set = self.states[from].reached_by_before.clone();
-        self.states[to].reached_by.add_all(&sender_set);
+        if self.is_barrier {
+            let sender_set = self.states[from].reached_by_before.clone();
+            self.states[to].reached_by.add_all(&sender_set);
+        }
         let sent = self.read(from, send.from)?;
         self.land(to, send.from.buffer, &sent, &recv.landing)?;
         for rank in [from, to] {
             let state = &mut self.states[rank];
             state.waiting -= 1;
             if state.waiting == 0 {
-                state.step += 1;
+                state.index += 1;
                 state.end_time = finished(&mut state.sent).max(finished(&mut state.received)).max(state.end_time);
                 state.begin_time = state.end_time;
                 self.post(rank, posted)?;
@@ -171,7 +227,7 @@ impl<'a> Simulation<'a> {
         let state = &self.states[rank];
         state.memory.read(region).map_err(|unfit| CheckError::WrongForm {
             rank: Rank(rank as u32),
-            step: state.step,
+            step: state.index,
             element: unfit.element,
             held: unfit.held,
             expected: region.buffer,
@@ -180,7 +236,7 @@ impl<'a> Simulation<'a> {
 
     /// Land elements that were in `form`.
     fn land(&mut self, rank: usize, form: Buffer, arrived: &[Run], landing: &Landing) -> Result<(), CheckError> {
-        let (at, step) = (Rank(rank as u32), self.states[rank].step);
+        let (at, step) = (Rank(rank as u32), self.states[rank].index);
         let landed = match landing.with {
             None => arrived.to_vec(),
             Some(operand) => {

@@ -3,23 +3,15 @@
 use super::*;
 use crate::schedule::{Local, Operand, Side};
 
-/// One step, to be edited.
-#[derive(Default)]
-struct Edit {
-    locals: Vec<Local>,
-    sends: Vec<Send>,
-    recvs: Vec<Recv>,
-}
-
 /// Rebuild a schedule, passing its steps through `edit`.
-fn edited(schedule: &Schedule, mut edit: impl FnMut(usize, &mut Edit)) -> Schedule {
-    let layout = *schedule.layout();
+pub(super) fn edited(schedule: &Schedule, mut edit: impl FnMut(usize, &mut StepBuffer)) -> Schedule {
     let new = if schedule.reduces() { Schedule::reducing } else { Schedule::moving };
-    let mut result = new(schedule.place(), layout);
-    for (index, step) in schedule.steps().enumerate() {
-        let mut parts = Edit { locals: step.locals.to_vec(), sends: step.sends.to_vec(), recvs: step.recvs.to_vec() };
+    let mut result = new(schedule.place(), *schedule.layout());
+    let mut parts = StepBuffer::default();
+    for index in 0..schedule.len() {
+        assert!(schedule.read(index, &mut parts));
         edit(index, &mut parts);
-        result.push(Step { locals: &parts.locals, sends: &parts.sends, recvs: &parts.recvs });
+        result.push(parts.step());
     }
     result
 }
@@ -41,7 +33,7 @@ fn missing_barrier_round_is_detected() {
     let cut = |schedule: &Schedule| {
         edited(schedule, |step, parts| {
             if step == 2 {
-                *parts = Edit::default();
+                *parts = StepBuffer::default();
             }
         })
     };
@@ -72,7 +64,7 @@ fn step_missing_at_every_rank_leaves_elements_unfinished() {
     let cut = |schedule: &Schedule| {
         edited(schedule, |step, parts| {
             if step == 5 {
-                *parts = Edit::default();
+                *parts = StepBuffer::default();
             }
         })
     };
@@ -225,10 +217,10 @@ fn cyclic_wait_is_a_deadlock() {
     // All ranks send first and receive afterwards: correct with buffering, a cycle without.
     let split = |schedule: &Schedule| {
         let mut result = Schedule::reducing(schedule.place(), *schedule.layout());
-        for step in schedule.steps() {
+        schedule.steps().for_each(|step| {
             result.exchange(step.sends, &[]);
             result.exchange(&[], step.recvs);
-        }
+        });
         result
     };
     let schedules: Vec<_> = rings(4, 40).iter().map(split).collect();
@@ -273,14 +265,14 @@ fn overlapping_buffers_are_checked() {
     // If no two blocks are in use at once, blocks sent later have been overwritten.
     let schedules = schedules.iter().map(|schedule| {
         let mut slow = Schedule::moving(schedule.place(), Layout { work: 10, ..*schedule.layout() });
-        for step in schedule.steps() {
+        schedule.steps().for_each(|step| {
             let staged = Buffer::Work.at(Span::first(10));
             let recvs: Vec<_> =
                 step.recvs.iter().map(|recv| Recv { landing: Landing::copy(staged), ..*recv }).collect();
             slow.push(Step { recvs: &recvs, ..step });
             let landed: Vec<_> = step.recvs.iter().map(|recv| Local::copy(staged, recv.landing.to)).collect();
             slow.move_locally(&landed);
-        }
+        });
         slow
     });
     let schedules: Vec<_> = schedules.collect();
@@ -291,7 +283,7 @@ fn overlapping_buffers_are_checked() {
     );
     // A buffer that exceeds the one it lies in.
     let out = Schedule::moving(place(0, 1), Layout { in_place_at: Some(1), ..*schedules[0].layout() });
-    assert_eq!(well_formed(&out), Err(CheckError::Layout { rank: Rank(0) }));
+    assert_eq!(well_formed(&out, &mut Counts::default()), Err(CheckError::Layout { rank: Rank(0) }));
 }
 
 #[test]
@@ -348,7 +340,7 @@ fn malformed_schedules_are_refused() {
     assert_eq!(all_reduce_error(&schedules), CheckError::NotOneCollective { index: 0 });
     assert_eq!(check(Goal::AllGather, &rings(3, 30)).unwrap_err(), CheckError::NotOneCollective { index: 0 });
 
-    let broken = |rank: usize, edit: &dyn Fn(&mut Edit)| {
+    let broken = |rank: usize, edit: &dyn Fn(&mut StepBuffer)| {
         let mut schedules = rings(3, 30);
         schedules[rank] = edited(&schedules[rank], |_, parts| edit(parts));
         all_reduce_error(&schedules)

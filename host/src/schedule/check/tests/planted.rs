@@ -1,27 +1,21 @@
 //! The same three mistakes in each algorithm: a swapped partner, a wrong block and a missing piece.
 
+use super::mutations::edited;
 use super::*;
 
 /// A message piece: its sender, the step there, and its index in the step.
 type At = (usize, usize, usize);
 
-/// Rebuild a schedule with changed messages.
-fn changed(schedule: &Schedule, mut edit: impl FnMut(usize, &mut Vec<Send>, &mut Vec<Recv>)) -> Schedule {
-    let new = if schedule.reduces() { Schedule::reducing } else { Schedule::moving };
-    let mut result = new(schedule.place(), *schedule.layout());
-    for (index, step) in schedule.steps().enumerate() {
-        let (mut sends, mut recvs) = (step.sends.to_vec(), step.recvs.to_vec());
-        edit(index, &mut sends, &mut recvs);
-        result.push(Step { locals: step.locals, sends: &sends, recvs: &recvs });
-    }
-    result
+/// Return the messages that a rank sends in a step.
+fn sends_of(schedule: &Schedule, step: usize) -> Vec<Send> {
+    schedule.step(step, &mut StepBuffer::default()).map_or_else(Vec::new, |step| step.sends.to_vec())
 }
 
 /// Swap the receiver of a piece with the next rank.
 fn with_swapped_partner(schedules: &[Schedule], (rank, step, piece): At) -> Vec<Schedule> {
     let ranks = schedules.len() as u32;
     let mut broken = schedules.to_vec();
-    broken[rank] = changed(&schedules[rank], |at, sends, _| {
+    broken[rank] = edited(&schedules[rank], |at, StepBuffer { sends, .. }| {
         if at == step {
             let next = |peer: Rank| Rank((peer.0 + 1) % ranks);
             let peer = next(sends[piece].peer);
@@ -33,11 +27,11 @@ fn with_swapped_partner(schedules: &[Schedule], (rank, step, piece): At) -> Vec<
 
 /// Send other elements of the same buffer, as many of them. `None` if there are none.
 fn with_wrong_block(schedules: &[Schedule], (rank, step, piece): At) -> Option<Vec<Schedule>> {
-    let from = schedules[rank].step(step)?.sends[piece].from;
+    let from = sends_of(&schedules[rank], step)[piece].from;
     let room = schedules[rank].layout().len(from.buffer) - from.span.len;
     let start = if from.span.start == 0 { 1 } else { from.span.start - 1 };
     let mut broken = schedules.to_vec();
-    broken[rank] = changed(&schedules[rank], |at, sends, _| {
+    broken[rank] = edited(&schedules[rank], |at, StepBuffer { sends, .. }| {
         if at == step {
             sends[piece].from.span.start = start;
         }
@@ -47,22 +41,19 @@ fn with_wrong_block(schedules: &[Schedule], (rank, step, piece): At) -> Option<V
 
 /// Drop a piece at both ends.
 fn with_missing_piece(schedules: &[Schedule], (rank, step, piece): At) -> Vec<Schedule> {
-    let send = schedules[rank].step(step).expect("a step").sends[piece];
-    let to_peer = |schedule: &Schedule| {
-        let sends = schedule.steps().enumerate().flat_map(|(at, step)| step.sends.iter().map(move |send| (at, *send)));
-        sends.filter(|(_, other)| other.peer == send.peer).map(|(at, _)| at).collect::<Vec<_>>()
-    };
-    let within = schedules[rank].step(step).expect("a step").sends[..piece].iter();
-    let nth = to_peer(&schedules[rank]).iter().filter(|&&at| at < step).count()
-        + within.filter(|other| other.peer == send.peer).count();
+    let send = sends_of(&schedules[rank], step)[piece];
+    // Which of the pieces to its receiver it is.
+    let before = (0..step).flat_map(|step| sends_of(&schedules[rank], step));
+    let before = before.chain(sends_of(&schedules[rank], step)[..piece].to_vec());
+    let nth = before.filter(|other| other.peer == send.peer).count();
     let mut broken = schedules.to_vec();
-    broken[rank] = changed(&schedules[rank], |at, sends, _| {
+    broken[rank] = edited(&schedules[rank], |at, StepBuffer { sends, .. }| {
         if at == step {
             sends.remove(piece);
         }
     });
     let (mut seen, receiver) = (0, send.peer.0 as usize);
-    broken[receiver] = changed(&broken[receiver].clone(), |_, _, recvs| {
+    broken[receiver] = edited(&broken[receiver].clone(), |_, StepBuffer { recvs, .. }| {
         recvs.retain(|recv| {
             let is_of_pair = recv.peer.0 as usize == rank;
             seen += usize::from(is_of_pair);
@@ -77,9 +68,9 @@ pub(super) fn assert_mistakes_are_found(algorithm: &Algorithm, goal: Goal<'_>, g
     check(goal, good).expect("proved");
     let mut wrong_blocks = 0;
     for rank in [0, 1, good.len() - 1] {
-        let pieces = good[rank].steps().enumerate().flat_map(|(step, parts)| {
-            let last = parts.sends.len().saturating_sub(1);
-            [0, last].into_iter().take(parts.sends.len().min(2)).map(move |piece| (rank, step, piece))
+        let pieces = (0..good[rank].len()).flat_map(|step| {
+            let sends = sends_of(&good[rank], step).len();
+            [0, sends.saturating_sub(1)].into_iter().take(sends.min(2)).map(move |piece| (rank, step, piece))
         });
         for at in pieces {
             let found = check(goal, &with_swapped_partner(good, at));

@@ -5,12 +5,12 @@ use crate::schedule::{DIMENSIONS_MAX, Dims};
 use std::num::NonZeroU32;
 
 /// The algorithms that use a shape.
-fn shaped() -> impl Iterator<Item = &'static Algorithm> {
+pub(super) fn shaped() -> impl Iterator<Item = &'static Algorithm> {
     let uses_shape = |path| matches!(path, Path::Swing | Path::SwingLatency);
     ALGORITHMS.iter().filter(move |algorithm| algorithm.needs_dimensions() || uses_shape(algorithm.path()))
 }
 
-fn grid(extents: &[u32]) -> Shape {
+pub(super) fn grid(extents: &[u32]) -> Shape {
     Shape::grid(extents).expect("a grid")
 }
 
@@ -115,32 +115,6 @@ fn counts_of_two_dimensions_match_the_papers() {
         let report = prove_in(grid(&[a, c]), named("mesh_2d::reduce_scatter"), ranks, count);
         assert_eq!((report.steps as u32, report.sent_elements_max), (a - 1 + c - 1, all_but_a_block), "{a}x{c}");
     }
-}
-
-#[test]
-fn shaped_algorithms_are_correct_for_up_to_1024_ranks() {
-    let mut proved = 0;
-    for (extents, per_rank) in [
-        (&[10, 10][..], 200.0),
-        (&[8, 16], 200.0),
-        (&[16, 16], 130.0),
-        (&[4, 4, 4, 4], 130.0),
-        (&[10, 10, 10], 60.0),
-        (&[25, 5, 8], 80.0),
-        (&[8, 8, 16], 60.0),
-    ] {
-        let ranks = extents.iter().product();
-        for algorithm in shaped().filter(|algorithm| algorithm.pattern == Pattern::AllReduce || ranks <= 128) {
-            let (shape, count) = (grid(extents), 2 * 4 * ranks as usize);
-            let cost = algorithm.cost(ranks, shape, count);
-            // Those of more messages take long.
-            if cost.messages / f64::from(ranks) + cost.extra_pieces <= per_rank {
-                prove_in(shape, algorithm, ranks, count);
-                proved += 1;
-            }
-        }
-    }
-    assert!(proved >= 40, "{proved}");
 }
 
 #[test]

@@ -1,0 +1,49 @@
+//! The peers of a run's other steps than the current one, which are read for it one at a time.
+
+use super::{HasPeer, Run, open};
+use crate::exec::error::ExecError;
+use crate::exec::link::State;
+use crate::schedule::{Recv, Send, Step};
+use sumac_hal::ids::Rank;
+
+impl Run<'_> {
+    /// Dial the higher ranks of all steps at once, so that steps do not wait for connections one by one.
+    pub(super) fn dial_peers(&mut self) -> Result<(), ExecError> {
+        let above = self.mesh.rank().0 as usize + 1;
+        if !self.mesh.links[above..].iter().any(|link| matches!(link.state, State::Idle)) {
+            return Ok(());
+        }
+        let mut step = std::mem::take(&mut self.mesh.later_step);
+        let dialled = (0..self.schedule.len()).try_for_each(|index| {
+            self.schedule.read(index, &mut step);
+            let mut peers = step.sends.iter().map(Send::peer).chain(step.recvs.iter().map(Recv::peer));
+            peers.try_for_each(|peer| self.dial_idle(peer))
+        });
+        self.mesh.later_step = step;
+        dialled
+    }
+
+    fn dial_idle(&mut self, peer: Rank) -> Result<(), ExecError> {
+        let is_due = peer > self.mesh.rank() && matches!(self.mesh.links[peer.0 as usize].state, State::Idle);
+        if is_due { self.mesh.dial(peer) } else { Ok(()) }
+    }
+
+    /// Return whether the rest of the schedule receives from `peer`.
+    pub(super) fn awaits(&mut self, peer: Rank) -> bool {
+        let open = open(&self.step.recvs, &self.mesh.recvs).any(|recv| recv.peer == peer) && !self.has_posted(peer);
+        open || self.is_later(|step| step.recvs.iter().any(|recv| recv.peer == peer))
+    }
+
+    /// Return whether the rest of the schedule involves `peer`.
+    pub(in crate::exec) fn needs(&mut self, peer: Rank) -> bool {
+        let open = open(&self.step.sends, &self.mesh.sends).any(|send| send.peer == peer);
+        let sends = |step: Step<'_>| step.sends.iter().any(|send| send.peer == peer);
+        open || self.awaits(peer) || self.is_later(sends)
+    }
+
+    /// Return whether this is so of any step that is still to come.
+    fn is_later(&mut self, is_so: impl Fn(Step<'_>) -> bool) -> bool {
+        let room = &mut self.mesh.later_step;
+        (self.index + 1..self.schedule.len()).any(|index| self.schedule.step(index, room).is_some_and(&is_so))
+    }
+}
