@@ -256,6 +256,8 @@ wire_enum! {
         Chain = 33, "chain";
         /// Full meshes inside servers, and pairwise exchange between them.
         HierarchicalPairwise = 34, "hier-pairwise";
+        /// Reduce-scatter inside servers, a tree for each rail, all-gather inside.
+        Hybrid = 35, "hybrid";
     }
 }
 

@@ -556,6 +556,10 @@ enum sumac_path
      * Full meshes inside servers, and pairwise exchange between them.
      */
     SUMAC_PATH_HIERARCHICAL_PAIRWISE = 34,
+    /**
+     * Reduce-scatter inside servers, a tree for each rail, all-gather inside.
+     */
+    SUMAC_PATH_HYBRID = 35,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L

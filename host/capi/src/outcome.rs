@@ -124,6 +124,8 @@ pub enum Path {
     SUMAC_PATH_CHAIN = 33,
     /// Full meshes inside servers, and pairwise exchange between them.
     SUMAC_PATH_HIERARCHICAL_PAIRWISE = 34,
+    /// Reduce-scatter inside servers, a tree for each rail, all-gather inside.
+    SUMAC_PATH_HYBRID = 35,
 }
 
 /// Read a value of an outcome; `absent` for NULL.

@@ -57,6 +57,7 @@ const SETTINGS: [&str; 22] = [
     "recover",
     "hierarchical",
     "trees",
+    "hybrid",
     "tenant",
     "straggler",
     "progress",

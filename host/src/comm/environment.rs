@@ -103,6 +103,7 @@ impl JoinConfig {
     /// | `recover` | `SUMAC_RECOVER` | `1` or `0` |
     /// | `hierarchical` | `SUMAC_HIERARCHICAL` | `1` or `0` |
     /// | `trees` | `SUMAC_TREES` | a number, 0 to 255 |
+    /// | `hybrid` | `SUMAC_HYBRID` | `1` or `0` |
     /// | `tenant` | `SUMAC_TENANT` | default `default` |
     /// | `wait_for_tree` | `SUMAC_WAIT_FOR_TREE` | seconds |
     /// | `progress` | `SUMAC_PROGRESS` | `caller` or `thread` |
@@ -269,6 +270,7 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
         set(&mut config.recover, switch("SUMAC_REPAIR")?);
         set(&mut config.recover, switch("SUMAC_RECOVER")?);
         set(&mut config.hierarchical, switch("SUMAC_HIERARCHICAL")?);
+        set(&mut config.hybrid, switch("SUMAC_HYBRID")?);
         let progress = [("caller", Progress::Caller), ("thread", Progress::Thread)];
         set(&mut config.progress, self.one_of("SUMAC_PROGRESS", &progress)?.map(Some));
         set(&mut config.wait_policy, self.one_of("SUMAC_WAIT_POLICY", &WaitPolicy::NAMES)?);
@@ -371,7 +373,7 @@ fn warning(name: &str) -> Option<Warning> {
 const TESTS: &str = "SUMAC_TEST_";
 
 /// All variables that something reads: [`JoinConfig::from_env`], devices, and the `sumac` command.
-const KNOWN: [&str; 42] = [
+const KNOWN: [&str; 43] = [
     "SUMAC_ALGO",
     "SUMAC_BIND",
     "SUMAC_CARDS",
@@ -382,6 +384,7 @@ const KNOWN: [&str; 42] = [
     "SUMAC_EMBEDDED_CONTROLLER",
     "SUMAC_HIERARCHICAL",
     "SUMAC_HOST",
+    "SUMAC_HYBRID",
     "SUMAC_IFNAME",
     "SUMAC_JOB",
     "SUMAC_JOIN_TIMEOUT",

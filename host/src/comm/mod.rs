@@ -131,7 +131,7 @@ pub use split::SplitError;
 
 use crate::controller::proto::QueuePosition;
 use crate::deadline::after;
-use crate::engine::{Core, Notices, SharedCore, Stripes, join_as};
+use crate::engine::{Core, Notices, Rail, SharedCore, Stripes, join_as};
 use crate::schedule::Shape;
 use crate::select::{Algo, Explanation, JobFacts, Origin};
 use std::sync::{Arc, MutexGuard};
@@ -152,6 +152,8 @@ pub type Repairs = Recoveries;
 #[derive(Debug)]
 pub struct Communicator {
     core: SharedCore,
+    /// The core's, for what reaches the communicator while a call has that.
+    rail: Option<Arc<Rail>>,
     stripes: Arc<Stripes>,
     rank: u32,
     size: u32,
@@ -167,8 +169,10 @@ impl Communicator {
         let (rank, size) = (config.rank, config.world);
         let (core, striping) = join_as(config, None)?;
         let core = SharedCore::new(core).map_err(|source| JoinError::ProgressThread { source })?;
+        Rail::join(&core)?;
+        let rail = core.lock().ok().and_then(|core| core.rail().map(Arc::clone));
         let stripes = Arc::new(Stripes::join(&core, striping)?);
-        Ok(Self { core, stripes, rank, size, buckets: bucket::BucketPool::default() })
+        Ok(Self { core, rail, stripes, rank, size, buckets: bucket::BucketPool::default() })
     }
 
     /// Return this rank.
@@ -218,7 +222,9 @@ impl Communicator {
 
     /// Return a [`Canceller`], which ends this communicator from another thread, also while a call blocks.
     pub fn canceller(&self) -> Canceller {
-        Canceller { notices: std::iter::once(self.core.notices()).chain(self.stripes.notices()).cloned().collect() }
+        let rail = self.rail.iter().map(|rail| rail.notices());
+        let all = std::iter::once(self.core.notices()).chain(rail).chain(self.stripes.notices());
+        Canceller { notices: all.cloned().collect() }
     }
 
     /// Return what the costs of operations depend on.

@@ -2,11 +2,13 @@
 //!
 //! postcard encodes enum variants by position: append new variants, never reorder them.
 
+mod rail_of;
 mod refusal;
 mod status;
 mod stripes;
 mod terms;
 
+pub use rail_of::{RailOf, rail_name};
 pub use refusal::JoinRefusal;
 pub use status::{
     DeviceStatus, FabricStatus, JobStatus, JobTree, PairRole, PairStatus, RankRange, RecoveryOutcome, RecoveryStatus,
@@ -212,9 +214,10 @@ pub struct JoinRequest {
 }
 
 impl JoinRequest {
-    /// The job whose communicator this one serves: itself, or that of which it is a stripe.
+    /// The job whose communicator this one serves: itself, or that of which it is a stripe or a rail.
     pub(super) fn communicator(&self) -> &str {
-        self.terms.stripe.as_ref().map_or(&self.job, |stripe| &stripe.job)
+        let rail = self.terms.rail.as_ref().map(|rail| &rail.job);
+        self.terms.stripe.as_ref().map(|stripe| &stripe.job).or(rail).unwrap_or(&self.job)
     }
 }
 

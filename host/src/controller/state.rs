@@ -17,6 +17,7 @@ mod paths;
 mod placement;
 mod plan;
 mod planning;
+mod rails;
 mod reconnect;
 mod recovery;
 mod replan;
@@ -297,6 +298,9 @@ impl State {
             Some(stripe) => self.check_stripe(&request, stripe)?,
             None => None,
         };
+        if let Some(rail) = &request.terms.rail {
+            self.check_rail(&request, rail)?;
+        }
         if !self.jobs.contains_key(&name) {
             self.check_jobs(config)?;
         }

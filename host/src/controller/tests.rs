@@ -10,6 +10,7 @@ mod offers;
 mod pair;
 mod paths;
 mod quotas;
+mod rail_jobs;
 mod rails;
 mod replan;
 mod reports;

@@ -6,6 +6,7 @@ use super::data_path::{Deadline, Stop};
 use super::decided::{Chosen, Decided};
 use super::error::{Error, OutputState};
 use super::extent::Extent;
+use super::hybrid::with_block;
 use super::in_flight::BorrowedBuffers;
 use super::operations::{Awaited, CounterSnapshot, NextStep};
 use super::options::{CallOptions, Outcome};
@@ -107,6 +108,10 @@ impl Core {
                 Some(decided) => (decided.chosen.clone(), Some(Arc::clone(&decided.schedule))),
                 None => (self.data.choose(&desc, options)?, None),
             };
+            if chosen.path == Path::Hybrid {
+                let block = self.run_hybrid((&desc, options), &chosen, buffers, deadline)?;
+                return Ok(with_block(self.data.outcome(&chosen, None, begun), block));
+            }
             if chosen.path != Path::Tree {
                 self.run_by_schedule((&desc, options), (&chosen, schedule), buffers, deadline)?;
                 return Ok(self.data.outcome(&chosen, None, begun));

@@ -110,6 +110,12 @@ pub struct JoinConfig {
     /// faster with a fabric, and one without. [`Communicator::trees`](crate::Communicator::trees) tells how many
     /// there are. Must be the same on all ranks. Default 0.
     pub trees: u8,
+    /// Whether ranks on servers also join their rails: those with the same place on all servers, with a tree of their
+    /// own, for [`Algo::Hybrid`]. They do, too, if [`algo`](Self::algo) is that. They need a [`shape`](Self::shape)
+    /// with at least two servers of at least two; [`Communicator::explain`](crate::Communicator::explain) tells why
+    /// there are no rails. Each rank names its own adapter in [`host`](Self::host). Must be the same on all ranks.
+    /// Default false.
+    pub hybrid: bool,
     /// Who drives started operations and messages. Ranks may differ. `None`, the default: callers do
     /// ([`Progress::Caller`]). The libraries for C and Python use [`Progress::Thread`] then.
     pub progress: Option<Progress>,
@@ -160,9 +166,15 @@ impl JoinConfig {
             hierarchical: true,
             wait_policy: WaitPolicy::Auto,
             trees: 0,
+            hybrid: false,
             progress: None,
             host_devices: default_host_devices(),
         }
+    }
+
+    /// Return whether ranks join their rails, too.
+    pub(super) fn joins_rails(&self) -> bool {
+        self.hybrid || self.algo == Algo::Hybrid
     }
 
     /// Become another rank of another number of ranks. A shape is that of all ranks together: others have none.

@@ -13,13 +13,14 @@ use super::membership::MembershipChannel;
 use super::notices::Notices;
 use super::operations::CounterSnapshot;
 use super::options::{CallOptions, Outstanding, Recoveries};
+use super::rail::Rail;
 use super::thread_progress::ThreadProgress;
 use super::tree::Tree;
 use crate::controller::{ClientError, Controller, Session};
 use crate::deadline::after;
 use crate::exec::{ExecError, JobSecret};
 use crate::schedule::Place;
-use crate::select::{Explanation, JobFacts, SelectionContext};
+use crate::select::{Explanation, JobFacts, SelectionContext, TreeFacts};
 use crate::transport::local::HostDevice;
 use crate::transport::memory::{Buffer as RegisteredBuffer, RegisterError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -35,6 +36,8 @@ pub(crate) struct Core {
     is_end_unreported: bool,
     /// The number of successful recoveries, and their total time.
     pub(super) recoveries: (u32, Duration),
+    /// This rank's rail, if the ranks have joined some.
+    pub(super) rail: Option<Arc<Rail>>,
     splits: u64,
 }
 
@@ -63,7 +66,7 @@ impl std::fmt::Debug for Core {
 
 impl Core {
     pub(super) const fn new(data: DataPath, members: Members) -> Self {
-        Self { data, members, is_end_unreported: false, recoveries: (0, Duration::ZERO), splits: 0 }
+        Self { data, members, is_end_unreported: false, recoveries: (0, Duration::ZERO), rail: None, splits: 0 }
     }
 
     /// Leave progress to a thread.
@@ -120,9 +123,26 @@ impl Core {
         self.members.embedded = controller;
     }
 
-    /// Return the recoveries so far.
-    pub(crate) const fn recoveries(&self) -> Recoveries {
-        Recoveries { count: self.recoveries.0, time: self.recoveries.1, bytes: self.data.host.recovery_bytes }
+    /// Return the recoveries so far, with those of this rank's rail.
+    pub(crate) fn recoveries(&self) -> Recoveries {
+        let own =
+            Recoveries { count: self.recoveries.0, time: self.recoveries.1, bytes: self.data.host.recovery_bytes };
+        self.rail.as_ref().map_or(own, |rail| rail.recoveries(own))
+    }
+
+    /// Continue with a rail and what operations are selected by, or with the reason why there is none.
+    pub(super) fn set_rail(&mut self, rail: Result<(Arc<Rail>, TreeFacts), String>) {
+        let (rail, rails) = match rail {
+            Ok((rail, facts)) => (Some(rail), Ok(facts)),
+            Err(why) => (None, Err(why)),
+        };
+        self.rail = rail;
+        self.data.selection.install(SelectionContext { rails, ..self.selection_context() });
+    }
+
+    /// Return this rank's rail, if it has one.
+    pub(crate) const fn rail(&self) -> Option<&Arc<Rail>> {
+        self.rail.as_ref()
     }
 
     /// Return the configuration.
@@ -231,6 +251,7 @@ impl Core {
             }
             // Nothing writes to their buffers any more.
             self.data.reclaim_detached();
+            self.rail.iter().for_each(|rail| rail.end(error));
         }
         if matches!(error, Error::Cancelled) {
             // Drop the session without leaving, so that the controller reports this rank as lost.

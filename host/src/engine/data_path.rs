@@ -292,16 +292,17 @@ impl DataPath {
                 Err(stop) => return Err(Box::new((stop, owned))),
             }
         }
-        let schedule = match started.schedule.take() {
-            Some(schedule) => Ok(schedule),
-            None => self.schedule(&desc, started.chosen.path, owned.is_in_place()),
+        let schedule = match (started.schedule.take(), started.chosen.path) {
+            (None, Path::Hybrid) => Ok(None),
+            (Some(schedule), _) => Ok(Some(schedule)),
+            (None, path) => self.schedule(&desc, path, owned.is_in_place()).map(Some),
         };
         let announced = schedule.and_then(|schedule| Ok((self.announce(&desc, &started.chosen, limit)?, schedule)));
         let (announced, schedule) = match announced {
             Ok(announced) => announced,
             Err(error) => return Err(Box::new((self.stop(error), owned))),
         };
-        (started.tree_op, started.transfer, started.schedule) = (announced, None, Some(schedule));
+        (started.tree_op, started.transfer, started.schedule) = (announced, None, schedule);
         started.buffers = Some(owned);
         self.operations.queue_schedule(handle);
         Ok(())

@@ -12,10 +12,12 @@ use super::core::Core;
 use super::data_path::{Beside, DataPath, Deadline, Stop};
 use super::decided::Chosen;
 use super::error::Error;
+use super::hybrid::with_block;
 use super::operations::{Awaited, NextStep};
 use super::options::CallOptions;
 use crate::exec::{Buffers, ExecError, Execution, Interrupt, Status};
 use crate::schedule::Schedule;
+use crate::select::hybrid_part;
 use crate::transport::packets::OpId;
 use std::ops::ControlFlow;
 use std::os::fd::BorrowedFd;
@@ -87,7 +89,7 @@ impl Interrupt for DriveBeside<'_> {
     }
 }
 
-fn interrupted(rank: Rank, error: &Error) -> ExecError {
+pub(super) fn interrupted(rank: Rank, error: &Error) -> ExecError {
     ExecError::Interrupted { rank, reason: error.to_string() }
 }
 
@@ -137,7 +139,9 @@ impl Core {
         buffers: Buffers<'_>,
         deadline: Deadline,
     ) -> Result<(), Error> {
-        let (kernel, table_version) = (kernel(desc), self.data.selection.context().table.version);
+        // The parts of one by the rails do not finish it.
+        let kernel = if path == Path::Hybrid { kernel(&hybrid_part(desc)) } else { kernel(desc) };
+        let table_version = self.data.selection.context().table.version;
         self.with_connections(|core, connections| {
             let ctx = connections.next((desc, path, number), table_version, deadline.0);
             let execution = Execution::new(&mut connections.mesh, schedule, kernel.as_ref(), buffers, &ctx)?;
@@ -156,17 +160,26 @@ impl Core {
         let path = chosen.path;
         let is_in_place = matches!(buffers, Buffers::InPlace(_));
         let schedule = schedule.map_or_else(|| self.data.schedule(desc, path, is_in_place), Ok)?;
+        let announced = self.announce_call((desc, options), chosen, deadline)?;
+        self.run_announced((desc, path), &schedule, buffers, announced, deadline)
+    }
+
+    /// Run what was started before a host collective, and announce it to the tree.
+    pub(super) fn announce_call(
+        &mut self,
+        (desc, options): (&OpDesc, &CallOptions),
+        chosen: &Chosen,
+        deadline: Deadline,
+    ) -> Result<Option<OpId>, Error> {
         let view = self.data.watch.epoch();
         self.finish_started(deadline)?;
         let limit = self.data.policy(options).limit();
-        let announced = if self.data.watch.epoch() == view {
-            self.data.announce(desc, chosen, limit)?
-        } else {
-            // The path is the same in the new view, but it may not be announced.
-            let chosen = self.data.choose(desc, options)?;
-            self.data.announce(desc, &chosen, limit)?
-        };
-        self.run_announced((desc, path), &schedule, buffers, announced, deadline)
+        if self.data.watch.epoch() == view {
+            return self.data.announce(desc, chosen, limit);
+        }
+        // The path is the same in the new view, but it may not be announced.
+        let chosen = self.data.choose(desc, options)?;
+        self.data.announce(desc, &chosen, limit)
     }
 
     /// Run a host collective that was announced to the tree.
@@ -192,7 +205,7 @@ impl Core {
 
     /// Return the error that all ranks get for a failed host collective. Neighbours that notice a mismatch word it
     /// differently; the tree's root reports the same error to all, so wait for it if the operation was announced.
-    fn wait_for_group_error(&mut self, announced: Option<OpId>, error: Error, (at, _): Deadline) -> Error {
+    pub(super) fn wait_for_group_error(&mut self, announced: Option<OpId>, error: Error, (at, _): Deadline) -> Error {
         let Some(announced) = announced.filter(|_| matches!(error, Error::Mismatch { .. } | Error::Schedule(_))) else {
             return error;
         };
@@ -237,15 +250,22 @@ impl Core {
         let (desc, path) = (started.desc, started.chosen.path);
         // The tree of this number may be gone when the schedule has run.
         let announced = started.tree_op.take();
-        let result = started.buffers.as_mut().map_or(Ok(()), |owned| {
+        let result = started.buffers.as_mut().map_or(Ok(None), |owned| {
+            if path == Path::Hybrid {
+                return self.run_parts(&desc, owned.borrow_buffers(), announced, deadline).map(Some);
+            }
             let none = || Error::Argument(format!("{desc} was started without a schedule")).ending();
             let schedule = started.schedule.as_deref().ok_or_else(none)?;
-            self.run_announced((&desc, path), schedule, owned.borrow_buffers(), announced, deadline)
+            self.run_announced((&desc, path), schedule, owned.borrow_buffers(), announced, deadline).map(|()| None)
         });
         let result = result.map_err(|error| self.end(error, &desc, started.begun));
         let outcome = self.data.outcome(&started.chosen, None, started.begun);
-        self.data.operations.end_schedule(handle, started, result.clone().map(|()| outcome));
-        result
+        let ended = result.clone().map(|block| match block {
+            Some(block) => with_block(outcome, block),
+            None => outcome,
+        });
+        self.data.operations.end_schedule(handle, started, ended);
+        result.map(|_| ())
     }
 }
 

@@ -14,7 +14,7 @@ use super::tree::{Tree, attach_params};
 use super::tree_end::TreeEnd;
 use super::watch::Watch;
 use crate::controller::proto::{
-    ClientRequest, HostLead, JoinRequest, StripeOf, Striping, Terms, Transport, TreeMembership,
+    ClientRequest, HostLead, JoinRequest, RailOf, StripeOf, Striping, Terms, Transport, TreeMembership,
 };
 use crate::controller::{Notice, Session, WhileJoining};
 use crate::exec::Mesh;
@@ -34,9 +34,18 @@ use sumac_hal::ids::Rank;
 use sumac_hal::port::{Addr, MulticastPort, Port};
 use sumac_hal::shm::{DEVICE_USER_VARIABLE, DeviceUsers};
 
-/// Join a job, as a further tree of another job if `stripe` says so: connect to the controller, the other ranks and the
+/// What a job is of another one, whose ranks join it.
+#[derive(Debug)]
+pub(crate) enum PartOf {
+    /// A further tree.
+    Stripe(StripeOf),
+    /// A rail.
+    Rail(RailOf),
+}
+
+/// Join a job, as part of another one if `part` says so: connect to the controller, the other ranks and the
 /// leaf device. Returns also the trees that the controller has planned.
-pub(crate) fn join_as(mut config: JoinConfig, stripe: Option<StripeOf>) -> Result<(Core, Striping), JoinError> {
+pub(crate) fn join_as(mut config: JoinConfig, part: Option<PartOf>) -> Result<(Core, Striping), JoinError> {
     let embedded = embedded::prepare(&mut config)?;
     config.choose_addresses()?;
     let (listener, mesh_addr) = listen(&config)?;
@@ -44,7 +53,11 @@ pub(crate) fn join_as(mut config: JoinConfig, stripe: Option<StripeOf>) -> Resul
     let mut port = config.open_port()?;
     let (rank, world) = (Rank(config.rank), config.world);
     let mut request = join_request(&config, (mesh_addr, recovery_addr), &port)?;
-    request.terms.stripe = stripe;
+    match part {
+        Some(PartOf::Stripe(of)) => request.terms.stripe = Some(of),
+        Some(PartOf::Rail(of)) => request.terms.rail = Some(of),
+        None => {}
+    }
     let notices = Arc::new(super::notices::Notices::new(port.waker()));
     let watch = Arc::clone(&notices);
     let may_recover = config.recover;
@@ -78,6 +91,7 @@ pub(crate) fn join_as(mut config: JoinConfig, stripe: Option<StripeOf>) -> Resul
         tree: membership.tree.as_ref().map(|tree| tree.facts).map_err(Clone::clone),
         declared: Declared::new(membership.expression, world, config.order, membership.shape)
             .map_err(|error| JoinError::Membership(error.to_string()))?,
+        rails: Err(super::rail::NOT_ASKED.into()),
         table: membership.table,
     };
     let table_version = selection.table.version;
@@ -162,6 +176,8 @@ fn join_request(
             trees: config.trees,
             rails: config.rails_len(),
             stripe: None,
+            hybrid: config.joins_rails(),
+            rail: None,
             shape: config.shape,
         },
     })

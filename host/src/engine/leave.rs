@@ -44,6 +44,10 @@ impl Core {
         let began = Instant::now();
         self.serve_submissions();
         let mut departure = self.drain(limit);
+        if let Some(rail) = &self.rail {
+            let left = rail.leave(limit.saturating_sub(began.elapsed()));
+            departure = if departure == Departure::Clean { left } else { departure };
+        }
         self.data.report_operations();
         if departure == Departure::Clean && !self.data.host.flush(after(began, limit)) {
             departure = Departure::Unconfirmed { waited: began.elapsed() };

@@ -18,7 +18,7 @@
 //! `data_path` recovers nothing: it returns [`Stop`](data_path::Stop) to the driver ([`mod@core`]). If the view is in
 //! question, the driver carries out what [`crate::recovery`] decides ([`change`]), and the loop goes on. A host
 //! collective goes from `calls` through `host` to [`crate::exec`], which drives the data path beside it, and is paused
-//! while the view changes.
+//! while the view changes. One by the rails is both ([`mod@hybrid`]).
 //!
 //! Started operations and messages are tasks ([`task`]). With [`Progress::Thread`](options::Progress::Thread), callers
 //! put them into a queue ([`submissions`], by [`submit`]), and the communicator's thread ([`progress`]) begins, drives
@@ -47,6 +47,7 @@ mod foreign;
 #[cfg(feature = "snapshot")]
 pub(crate) mod harness;
 mod host;
+mod hybrid;
 mod in_flight;
 mod join;
 mod leave;
@@ -62,6 +63,7 @@ mod owned;
 mod pieces;
 mod prepared;
 mod progress;
+mod rail;
 mod recent;
 mod rounds;
 mod selection;
@@ -94,6 +96,7 @@ pub(crate) use notices::Notices;
 pub use options::{CallOptions, Outcome, Outstanding, Progress, Recoveries, Straggler};
 pub(crate) use owned::Owned;
 pub(crate) use prepared::PreparedCall;
+pub(crate) use rail::Rail;
 pub(crate) use shared::SharedCore;
 pub(crate) use stripes::Stripes;
 pub use stripes::Trees;

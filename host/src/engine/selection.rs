@@ -242,6 +242,7 @@ mod tests {
             shape: Shape::Line,
             order: Order::Arrival,
             tree,
+            rails: Err("not joined".into()),
             table,
             declared,
         }

@@ -22,12 +22,14 @@ use super::config::{JoinConfig, JoinError};
 use super::core::Core;
 use super::error::{Error, OutputState};
 use super::extent::Extent;
-use super::join::join_as;
+use super::join::{PartOf, join_as};
 use super::leave::Departure;
 use super::notices::Notices;
 use super::options::{CallOptions, Outcome, Progress, Recoveries, Straggler};
 use super::shared::SharedCore;
-use super::shares::{Share, ShareWeight, combine_outputs, divide, divide_buffers, error_of_whole, is_divisible};
+use super::shares::{
+    Share, ShareWeight, combine_outputs, divide, divide_buffers, error_of_whole, is_divisible, run_share,
+};
 use crate::controller::TREES_MAX;
 use crate::controller::proto::{RailGrant, StripeOf, Striping, stripe_name};
 use crate::deadline::after;
@@ -441,7 +443,7 @@ fn join_stripe(config: &JoinConfig, index: u8, rails: &[RailGrant]) -> Result<Co
     // Whoever drives the job's own tree drives this one.
     config.progress = Some(Progress::Caller);
     (config.wait_for_tree, config.straggler) = (Duration::ZERO, Straggler::Wait);
-    let (mut core, _) = join_as(config, Some(of)).map_err(|error| error.to_string())?;
+    let (mut core, _) = join_as(config, Some(PartOf::Stripe(of))).map_err(|error| error.to_string())?;
     match core.selection_context().tree {
         Ok(_) => Ok(core),
         Err(why) => {
@@ -458,15 +460,6 @@ fn agree(main: &mut Core, has: u64) -> Result<u64, Error> {
     let desc = OpDesc::all_reduce(Dtype::U64, ReduceOp::Band, 1);
     main.run(desc, &mut Buffers::InPlace(&mut bytes), &options)?;
     Ok(u64::from_le_bytes(bytes))
-}
-
-/// Run a share in its tree or, if that is lost, between the ranks.
-fn run_share(core: &mut Core, desc: OpDesc, buffers: &mut Buffers<'_>, options: &CallOptions) -> ShareResult {
-    let by = |algo| CallOptions { algo: Some(algo), ..*options };
-    match core.run(desc, buffers, &by(Algo::Tree)) {
-        Err(Error::NotPossible(_)) => core.run(desc, buffers, &by(Algo::Auto)),
-        done => done,
-    }
 }
 
 /// Combine the outcomes of an operation's shares.

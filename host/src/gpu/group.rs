@@ -89,8 +89,8 @@ pub(super) fn selection_context(
     let children = (0..ranks).map(|rank| Child::Rank(Rank(rank))).collect();
     shape.check(ranks).map_err(|error| invalid(&error))?;
     let declared = Declared::new(vec![children], ranks, order, shape).map_err(|error| invalid(&error))?;
-    let tree = Err(no_tree.into());
-    Ok(SelectionContext { ranks, ranks_per_host: 1, shape, order, tree, table, declared })
+    let (tree, rails) = (Err(no_tree.into()), Err("they are of ranks with memory of the host".into()));
+    Ok(SelectionContext { ranks, ranks_per_host: 1, shape, order, tree, rails, table, declared })
 }
 
 /// Several ranks on one GPU, each with its own stream. See [`super`].

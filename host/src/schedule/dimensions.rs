@@ -67,6 +67,18 @@ pub(super) fn all_gather(place: Place, count: usize, dims: &[u32], orders: &[Ord
     schedule
 }
 
+/// Append a ring reduce-scatter of `count` elements among the ranks of a place's row of `each` ranks.
+pub(super) fn reduce_scatter_inside_of(schedule: &mut Schedule, count: usize, each: u32) {
+    let inside = SubCollective::inside(schedule.place(), count, each);
+    push_reduce_scatter(schedule, Arc::new([inside]), 0);
+}
+
+/// Append a ring all-gather of `count` elements in all among the ranks of a place's row of `each` ranks.
+pub(super) fn all_gather_inside_of(schedule: &mut Schedule, count: usize, each: u32) {
+    let inside = SubCollective::inside(schedule.place(), count, each);
+    push_all_gather(schedule, Arc::new([inside]));
+}
+
 /// Append the reduce-scatters of sub-collectives: the first steps of all together, then the second ones. A rank's
 /// `Output` begins at element `output_at`.
 fn push_reduce_scatter(schedule: &mut Schedule, subs: Arc<[SubCollective]>, output_at: usize) {
@@ -125,6 +137,13 @@ fn sub_collectives(
 }
 
 impl SubCollective {
+    /// Lay out a ring among the ranks of a place's row, which divide all elements among themselves.
+    fn inside(place: Place, count: usize, each: u32) -> Self {
+        let rank = place.rank();
+        let line = Line { form: Form::Ring, len: each, own: rank.0 % each, stride: 1, rank };
+        Self { ranks: each, lines: vec![line], parts: Parts::Contiguous(Span::first(count)), slots_at: count }
+    }
+
     /// The blocks of a line.
     fn blocks(&self, nth: usize) -> Blocks<'_> {
         let mut blocks = Blocks { sub: self, nth, output_at: 0, slot_len: 0 };

@@ -65,11 +65,13 @@ pub enum Algo {
     Chain,
     /// Full meshes inside servers, pairwise exchange between them.
     HierarchicalPairwise,
+    /// Reduce-scatter inside servers, a tree for each rail, all-gather inside.
+    Hybrid,
 }
 
 impl Algo {
     /// All algorithms.
-    pub const ALL: [Self; 27] = [
+    pub const ALL: [Self; 28] = [
         Self::Auto,
         Self::Tree,
         Self::Ring,
@@ -97,6 +99,7 @@ impl Algo {
         Self::HierarchicalRing,
         Self::Chain,
         Self::HierarchicalPairwise,
+        Self::Hybrid,
     ];
 
     /// The name on the command line.
@@ -136,6 +139,7 @@ impl Algo {
             Self::HierarchicalRing => Path::HierarchicalRing,
             Self::Chain => Path::Chain,
             Self::HierarchicalPairwise => Path::HierarchicalPairwise,
+            Self::Hybrid => Path::Hybrid,
         })
     }
 }

@@ -11,7 +11,7 @@ use sumac_hal::op::Path;
 
 /// How long bytes take over the busiest cable that an algorithm uses, in picoseconds per byte in one direction. The
 /// other edges of the tree, other messages of the same step, and other jobs' trees on that cable are included.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct LinkFacts {
     /// A byte of an operation in the tree, over cables and devices' ports.
     pub tree_byte_ps: u64,

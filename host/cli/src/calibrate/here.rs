@@ -66,6 +66,7 @@ fn measure_cluster(
             verbs: None,
             trees: 1,
             shape: None,
+            hybrid: false,
             wait_policy: WaitPolicy::default(),
             deadline_ms: args.timeout_s.saturating_mul(1000),
             work: Work::InTurns { groups: groups.to_vec(), memory: MemoryKind::Registered },

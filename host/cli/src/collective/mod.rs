@@ -195,6 +195,7 @@ impl Job<'_> {
                 order: run.order.map(Into::into),
                 transport: run.transport,
                 shape: None,
+                hybrid: false,
                 wait_policy: WaitPolicy::default(),
                 verbs: run.verbs.in_turn(rank as usize),
                 trees: 0,

@@ -54,6 +54,9 @@ pub(crate) struct RankJob {
     /// How the ranks lie. `None`: by their machines.
     #[serde(default)]
     pub(crate) shape: Option<Shape>,
+    /// Whether it joins a tree for each rail, too.
+    #[serde(default)]
+    pub(crate) hybrid: bool,
     /// How it waits for other processes of its machine.
     #[serde(default)]
     pub(crate) wait_policy: WaitPolicy,

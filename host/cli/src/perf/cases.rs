@@ -133,6 +133,12 @@ impl PerfArgs {
         })
     }
 
+    /// Return whether the ranks join a tree for each rail, too.
+    pub(super) fn joins_rails(&self) -> bool {
+        let is_all = self.algos.contains(&Choice::All) && self.shape.is_some();
+        is_all || self.requested_algos().any(|algo| algo == Algo::Hybrid)
+    }
+
     /// Return the algorithms to measure of a collective.
     fn algos_of(&self, collective: Collective) -> Vec<Algo> {
         if self.algos.contains(&Choice::All) {
@@ -286,7 +292,7 @@ mod tests {
             cases.iter().map(|case| case.algo.name()).collect::<Vec<_>>().join(" ")
         };
         let first = "auto tree ring hd rd binomial pairwise host-tree one-shot";
-        let others = "star full-mesh dbt nhr swing swing-latency bine 2d-ring 2d-torus 2d-mesh hier-ring chain";
+        let others = "star full-mesh dbt nhr swing swing-latency bine 2d-ring 2d-torus 2d-mesh hier-ring chain hybrid";
         assert_eq!(algos("all_reduce"), format!("{first} {others}"));
         assert_eq!(algos("broadcast"), "auto tree binomial one-shot star dbt bine van-de-geijn chain");
         assert_eq!(

@@ -42,6 +42,7 @@ pub(super) fn run(args: &PerfArgs, reading: &Reading) -> Result<(), Failure> {
     config.verbs = args.verbs.in_turn(local.unwrap_or(config.rank) as usize).or(config.verbs);
     config.trees = args.trees.unwrap_or(config.trees);
     config.shape = args.shape.or(config.shape);
+    config.hybrid |= args.joins_rails();
     config.wait_policy = args.wait_policy.unwrap_or(config.wait_policy);
     config.deadline = Duration::from_secs(args.timeout_s);
     let cases = args.cases().map_err(Failure::Input)?;

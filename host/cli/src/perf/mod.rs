@@ -282,6 +282,7 @@ fn start_ranks(
                 verbs: args.verbs.in_turn(rank as usize),
                 trees: args.trees.unwrap_or(0),
                 shape: args.shape,
+                hybrid: args.joins_rails(),
                 wait_policy: args.wait_policy.unwrap_or_default(),
                 deadline_ms: args.timeout_s.saturating_mul(1000),
                 work: work.clone(),

@@ -161,6 +161,7 @@ pub(super) fn has(collective: Collective, algo: Algo) -> bool {
     match algo {
         Algo::Auto => true,
         Algo::Tree => collective.is_offloadable(),
+        Algo::Hybrid => collective == Collective::AllReduce,
         algo => ALGORITHMS
             .iter()
             .any(|known| known.pattern.collective() == collective && known.path().name() == algo.name()),

@@ -79,7 +79,7 @@ pub(super) fn read_with(
 }
 
 /// Variables that a key of `[rank]` in a configuration file stands for.
-pub(super) const RANK_VARIABLES: [&str; 29] = [
+pub(super) const RANK_VARIABLES: [&str; 30] = [
     "SUMAC_ALGO",
     "SUMAC_BIND",
     "SUMAC_CONTROLLER",
@@ -87,6 +87,7 @@ pub(super) const RANK_VARIABLES: [&str; 29] = [
     "SUMAC_EMBEDDED_CONTROLLER",
     "SUMAC_HIERARCHICAL",
     "SUMAC_HOST",
+    "SUMAC_HYBRID",
     "SUMAC_IFNAME",
     "SUMAC_JOIN_TIMEOUT",
     "SUMAC_KEY_FILE",

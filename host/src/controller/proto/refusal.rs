@@ -165,6 +165,14 @@ pub enum JoinRefusal {
         /// The reason.
         why: String,
     },
+    /// A rail of a job cannot be joined.
+    #[error("{job:?} cannot be joined as a rail of another job: {why}")]
+    Rail {
+        /// The name of the rail.
+        job: String,
+        /// The reason.
+        why: String,
+    },
     /// The shape that the job asks for is not one of its ranks.
     #[error("the shape of job {job:?}: {why}; set SUMAC_SHAPE alike on all ranks, or on none")]
     Shape {

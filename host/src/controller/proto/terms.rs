@@ -1,6 +1,6 @@
 //! A job's tenant and admission terms, and the transports to its devices.
 
-use super::StripeOf;
+use super::{RailOf, StripeOf};
 use crate::schedule::Shape;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -25,13 +25,17 @@ pub struct Terms {
     pub rails: u8,
     /// The job of which this one is a further tree, if it is one.
     pub stripe: Option<StripeOf>,
+    /// Whether the job's ranks also join its rails, each a job with a tree of its own.
+    pub hybrid: bool,
+    /// The job of which this one is a rail, if it is one.
+    pub rail: Option<RailOf>,
     /// The shape that the job asks for. `None`: that of its machines.
     pub shape: Option<Shape>,
 }
 
 impl Default for Terms {
-    /// [`DEFAULT_TENANT`], no wait, no migration, no host device, as many trees as are faster, one adapter, the shape
-    /// of its machines.
+    /// [`DEFAULT_TENANT`], no wait, no migration, no host device, as many trees as are faster, one adapter, no
+    /// rails, the shape of its machines.
     fn default() -> Self {
         Self {
             tenant: DEFAULT_TENANT.to_owned(),
@@ -41,6 +45,8 @@ impl Default for Terms {
             trees: 0,
             rails: 1,
             stripe: None,
+            hybrid: false,
+            rail: None,
             shape: None,
         }
     }

@@ -2,7 +2,7 @@
 
 use super::job::Member;
 use crate::controller::limits::{NameKind, PINNED_MAX, RANKS_MAX, TREES_MAX, check_name};
-use crate::controller::proto::{JoinRefusal, JoinRequest, StripeOf, check_tenant, stripe_name};
+use crate::controller::proto::{JoinRefusal, JoinRequest, RailOf, StripeOf, check_tenant, rail_name, stripe_name};
 use crate::schedule::ShapeError;
 
 /// Check a rank's request before it determines an allocation or is displayed.
@@ -26,6 +26,9 @@ pub(super) fn check_request(request: &JoinRequest, pinned: &[String]) -> Result<
     if let Some(stripe) = &request.terms.stripe {
         check_stripe_name(&request.job, stripe)?;
     }
+    if let Some(rail) = &request.terms.rail {
+        check_rail_name(&request.job, rail, &request.terms.stripe)?;
+    }
     pinned.iter().try_for_each(|device| check_name(NameKind::Fabric, "device", device))?;
     request.host.iter().try_for_each(|host| check_name(NameKind::Fabric, "host", host))?;
     Ok(request.machine.iter().try_for_each(|machine| check_name(NameKind::Fabric, "machine", machine))?)
@@ -40,6 +43,19 @@ fn check_stripe_name(name: &str, stripe: &StripeOf) -> Result<(), JoinRefusal> {
     }
     if name != stripe_name(&stripe.job, stripe.index) {
         return refuse(format!("tree {} of job {:?} has another name", stripe.index, stripe.job));
+    }
+    Ok(())
+}
+
+/// Check that a rail has the name that follows from its job's, and is not a stripe, too.
+fn check_rail_name(name: &str, rail: &RailOf, stripe: &Option<StripeOf>) -> Result<(), JoinRefusal> {
+    check_name(NameKind::Job, "job", &rail.job)?;
+    let refuse = |why: String| Err(JoinRefusal::Rail { job: name.to_owned(), why });
+    if stripe.is_some() {
+        return refuse("it is to be a further tree of a job, too".into());
+    }
+    if name != rail_name(&rail.job, rail.index) {
+        return refuse(format!("rail {} of job {:?} has another name", rail.index, rail.job));
     }
     Ok(())
 }
@@ -71,6 +87,14 @@ pub(super) fn agree(
     if (request.terms.trees, &request.terms.stripe) != (first.terms.trees, &first.terms.stripe) {
         let trees = |request: &JoinRequest| format!("{} at most", request.terms.trees.max(1));
         return Err(disagree("the number of trees", trees(request), trees(first)));
+    }
+    if (request.terms.hybrid, &request.terms.rail) != (first.terms.hybrid, &first.terms.rail) {
+        let rails = |request: &JoinRequest| match &request.terms.rail {
+            Some(rail) => format!("rail {} of {:?}", rail.index, rail.job),
+            None if request.terms.hybrid => "1".into(),
+            None => "0".into(),
+        };
+        return Err(disagree("whether they join rails (SUMAC_HYBRID)", rails(request), rails(first)));
     }
     if request.terms.shape != first.terms.shape {
         let shape =

@@ -34,6 +34,8 @@ pub(super) struct JobSnapshot {
     pub(super) narrow: NarrowPaths,
     /// The job's other trees.
     pub(super) siblings: SiblingTrees,
+    /// The devices of the communicator's other rails, if the job is a rail.
+    pub(super) of_other_rails: BTreeSet<String>,
 }
 
 /// A plan to be made, with a snapshot of all that it depends on.
@@ -196,6 +198,15 @@ impl Plan {
         let (mut devices, _) = self.eligible_devices()?;
         devices.retain(|_, device| !self.reservations.devices.contains_key(&device.key()));
         let drafted = |devices: &Devices| self.draft_on(config, devices, &self.ledger, request);
+        // Prefer devices that no other rail has. On a fabric, the plan follows the cables.
+        let mut own = devices.clone();
+        own.retain(|name, _| !job.of_other_rails.contains(name));
+        if config.fabric.is_none()
+            && own.len() < devices.len()
+            && let Ok(placement) = drafted(&own)
+        {
+            return Ok(placement);
+        }
         // Prefer devices that are not overdue with a response: each of the others may cost the job a timeout.
         let mut prompt = devices.clone();
         prompt.retain(|_, device| !self.overdue.contains(device.name()));
@@ -266,6 +277,7 @@ impl JobSnapshot {
             hosts: job.host_blocks(),
             narrow: job.narrow.clone(),
             siblings: SiblingTrees::default(),
+            of_other_rails: BTreeSet::new(),
         }
     }
 

@@ -177,11 +177,12 @@ impl State {
 
     fn plan(&self, goal: Goal, mut job: JobSnapshot, reservations: Reservations, ids: GroupIds) -> Plan {
         job.hosts.retain(|host| self.links.is_responsive(&host.device));
-        job.siblings = self.sibling_trees(match &goal {
+        let name = match &goal {
             Goal::PlaceJob { task, .. } => &task.name,
             Goal::Enqueue { name, .. } => name,
             Goal::Serve(candidate) => &candidate.job,
-        });
+        };
+        (job.siblings, job.of_other_rails) = (self.sibling_trees(name), self.devices_of_other_rails(name));
         let (devices, ledger) = (self.devices.clone(), self.ledger.for_communicator(job.tenant(), job.communicator()));
         let (devices_version, backed_off) = (self.planning.devices_version, self.crash_loops.backed_off());
         let names_of = |is_one: &dyn Fn(&Device) -> bool| {

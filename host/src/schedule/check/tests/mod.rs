@@ -1,5 +1,6 @@
 //! Every algorithm proved for 1..=64 ranks, its costs compared with the formulas, and its expression with the tree's.
 
+mod hybrid;
 mod mutations;
 mod pipelines;
 mod planted;

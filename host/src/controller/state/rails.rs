@@ -1,0 +1,56 @@
+//! Jobs that are rails of another one ([`RailOf`]): who may join one, and which devices it prefers.
+//!
+//! Invariants:
+//! - ranks join rails of a running job of the same tenant and order only, with as many ranks as that job has servers;
+//! - a job and its rails count once in the quota of groups ([`JoinRequest::communicator`]);
+//! - without a fabric, a rail takes a device that no other rail of the job has, where there is one: all of them run at
+//!   once. On a fabric, the plan of each follows the cables of its ranks' adapters.
+
+use super::State;
+use super::job::Job;
+use crate::controller::proto::{JoinRefusal, JoinRequest, RailOf};
+use std::collections::BTreeSet;
+
+impl Job {
+    /// The job and place of this one, if it is a rail.
+    fn rail_of(&self) -> Option<&RailOf> {
+        self.first()?.request.terms.rail.as_ref()
+    }
+}
+
+impl State {
+    /// Check that a rank may join a rail.
+    pub(super) fn check_rail(&self, request: &JoinRequest, rail: &RailOf) -> Result<(), JoinRefusal> {
+        let refuse = |why: String| Err(JoinRefusal::Rail { job: request.job.clone(), why });
+        let job = self.jobs.get(&rail.job).filter(|job| job.placement.is_some() && !job.members.is_empty());
+        let Some((job, first)) = job.and_then(|job| Some((job, job.first()?))) else {
+            return refuse(format!("job {:?} is not running", rail.job));
+        };
+        if !first.request.terms.hybrid {
+            return refuse(format!("job {:?} has no rails", rail.job));
+        }
+        let servers = request.world;
+        if servers == 0 || !job.world.is_multiple_of(servers) || rail.index >= job.world / servers {
+            let (index, world) = (rail.index, job.world);
+            return refuse(format!("{world} ranks on {servers} servers have no rail {index}"));
+        }
+        if job.tenant() != request.terms.tenant || first.request.order != request.order {
+            return refuse(format!("job {:?} has another tenant or order", rail.job));
+        }
+        Ok(())
+    }
+
+    /// The devices of the other rails of a job's communicator, if it is a rail.
+    pub(super) fn devices_of_other_rails(&self, name: &str) -> BTreeSet<String> {
+        let Some(job) = self.jobs.get(name) else { return BTreeSet::new() };
+        let Some(rail) = job.rail_of() else { return BTreeSet::new() };
+        let is_other = |other: &&Job| {
+            other.tenant() == job.tenant() && other.rail_of().is_some_and(|of| of.job == rail.job && of != rail)
+        };
+        let groups = self.jobs.values().filter(is_other).flat_map(|other| {
+            let placed = other.placement.as_ref().and_then(|placed| placed.as_ref().ok());
+            placed.map(|placed| placed.group).into_iter().chain(other.placing)
+        });
+        groups.flat_map(|group| self.ledger.devices_of(group)).map(|device| device.name.clone()).collect()
+    }
+}
