@@ -289,11 +289,10 @@ fn lost_rank_is_named_by_its_number_in_the_communicator() {
             let mut buffer = vec![0_u32; LARGE];
             Some(comm.all_reduce_with(&mut buffer, ReduceOp::Sum, &by_hybrid()).expect_err("a rank is lost"))
         });
-        let found: Vec<_> = errors.into_iter().flatten().collect();
-        for error in &found {
+        // The two agreements on the rails come first. What a buffer holds, each rank knows of its own.
+        for error in errors.into_iter().flatten() {
             let Error::RanksFailed { ranks, operation, .. } = error else { panic!("{error:?}") };
-            assert_eq!(ranks, &[sumac_hal::ids::Rank(3)]);
-            assert_eq!(found[0].to_string(), error.to_string(), "call {operation}");
+            assert_eq!((ranks, operation), (vec![sumac_hal::ids::Rank(3)], 2 + 3));
         }
     }
 }
