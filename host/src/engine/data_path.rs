@@ -293,9 +293,8 @@ impl DataPath {
             }
         }
         let schedule = match (started.schedule.take(), started.chosen.path) {
-            (None, Path::Hybrid) => Ok(None),
-            (Some(schedule), _) => Ok(Some(schedule)),
-            (None, path) => self.schedule(&desc, path, owned.is_in_place()).map(Some),
+            (None, path) if path != Path::Hybrid => self.schedule(&desc, path, owned.is_in_place()).map(Some),
+            (schedule, _) => Ok(schedule),
         };
         let announced = schedule.and_then(|schedule| Ok((self.announce(&desc, &started.chosen, limit)?, schedule)));
         let (announced, schedule) = match announced {

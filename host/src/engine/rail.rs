@@ -19,7 +19,7 @@ use super::shares::error_of_whole;
 use crate::controller::proto::{RailOf, rail_name};
 use crate::exec::Buffers;
 use crate::schedule::{Place, Schedule, Span, hybrid};
-use crate::select::{Algo, LinkFacts, TreeFacts};
+use crate::select::{Algo, LinkFacts, PathTimes, TreeFacts};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use sumac_hal::ids::Rank;
@@ -205,7 +205,7 @@ fn agree(
 /// How many of the numbers are bit masks, which come first.
 const MASKS: usize = 3;
 
-const WORST_LEN: usize = MASKS + 12;
+const WORST_LEN: usize = MASKS + 11;
 
 /// Properties of trees as numbers: of masks the bits that all have, of the others the least is the worst.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -229,8 +229,7 @@ impl Worst {
             most(facts.shards.into()),
             facts.links.is_some().into(),
             most(links.tree_byte_ps),
-            most(links.ring_byte_ps.max(links.halving_doubling_byte_ps)),
-            most(links.doubling_byte_ps),
+            most(links.others_byte_ps),
         ])
     }
 
@@ -255,13 +254,9 @@ impl Worst {
         ) = self;
         let small = |value: u64| u32::try_from(value).unwrap_or(u32::MAX);
         let most = |value: u64| u64::MAX - value;
-        let [tree_byte_ps, step_byte_ps, doubling_byte_ps] = rest.map(most);
-        let links = LinkFacts {
-            tree_byte_ps,
-            ring_byte_ps: step_byte_ps,
-            halving_doubling_byte_ps: step_byte_ps,
-            doubling_byte_ps,
-        };
+        let [tree_byte_ps, others_byte_ps] = rest.map(most);
+        // Rails are priced by their trees.
+        let links = LinkFacts { tree_byte_ps, schedule_byte_ps: PathTimes::default(), others_byte_ps };
         (has_tree == 1).then_some(TreeFacts {
             levels: small(most(levels)),
             max_children: small(most(children)),

@@ -8,8 +8,9 @@ use crate::topo::{Fabric, LinkId};
 use std::collections::BTreeMap;
 use sumac_hal::op::Path;
 
-/// Up to how many ranks times switches the routes of all messages are followed: 16 ranks on a fabric of 100,000 hosts, and
-/// 256 on one of 10,000. Beyond, only the cables of hosts count: 64 ranks below different leaves took 0.3 s on 100,000.
+/// Up to how many ranks times switches the routes of all messages are followed: 16 ranks on a fabric of 100,000 hosts,
+/// and 256 on one of 10,000. Beyond, only the cables of hosts count: 64 ranks below different leaves took 0.3 s on
+/// 100,000.
 const ROUTED_MAX: usize = 1 << 17;
 /// Up to how many messages an algorithm's routes are followed: halving-doubling of 256 ranks has 4096.
 const MESSAGES_MAX: f64 = 4096.0;

@@ -103,8 +103,8 @@ impl HostAlgorithm {
         if path > 0.0 { taken / path } else { 0.0 }
     }
 
-    /// The latencies of a message of so many bytes by those of the steps: algorithms with segments have more of them for
-    /// longer messages.
+    /// The latencies of a message of so many bytes by those of the steps: algorithms with segments have more of them
+    /// for longer messages.
     fn latencies(&self, bytes: u64) -> f64 {
         let Some(Counted { algorithm, ranks, shape, count }) = self.counted else { return 1.0 };
         let steps = |count: u64| algorithm.cost(ranks, shape, usize::try_from(count).unwrap_or(usize::MAX)).steps;

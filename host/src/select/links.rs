@@ -33,15 +33,22 @@ pub struct PathTimes {
 const PATHS_MAX: usize = 64;
 const UNKNOWN: u64 = u64::MAX;
 
+impl Default for PathTimes {
+    /// No path's time is known.
+    fn default() -> Self {
+        Self { by_number: [UNKNOWN; PATHS_MAX] }
+    }
+}
+
 impl FromIterator<(Path, u64)> for PathTimes {
     fn from_iter<T: IntoIterator<Item = (Path, u64)>>(times: T) -> Self {
-        let mut by_number = [UNKNOWN; PATHS_MAX];
+        let mut all = Self::default();
         for (path, time) in times {
-            if let Some(known) = by_number.get_mut(path as usize) {
+            if let Some(known) = all.by_number.get_mut(path as usize) {
                 *known = time;
             }
         }
-        Self { by_number }
+        all
     }
 }
 

@@ -106,8 +106,8 @@ impl Partial<'_, '_> {
         false
     }
 
-    /// All shortest routes; of parallel cables that carry no edge of this tree and cost the same, one. Cables with edges
-    /// differ: the other edge of one may be on the slowest way.
+    /// All shortest routes; of parallel cables that carry no edge of this tree and cost the same, one. Cables with
+    /// edges differ: the other edge of one may be on the slowest way.
     fn routes(&self, from: u32, to: u32, load: &Load<'_>) -> Vec<Vec<LinkId>> {
         let (index, routing) = (self.search.index, self.search.routing);
         let distances = self.search.all_distances(to);

@@ -12,13 +12,13 @@ fn whole(place: Place, count: usize, [servers, each]: [u32; 2]) -> Schedule {
     let scatter = hybrid::reduce_scatter_inside(place, count, each);
     let gather = hybrid::all_gather_inside(place, count, each);
     let mut all = Schedule::reducing(place, *scatter.layout());
-    for step in scatter.steps() {
+    scatter.steps().for_each(|step| {
         let mut recvs = step.recvs.to_vec();
         for recv in recvs.iter_mut().filter(|recv| recv.landing.to.buffer == Buffer::Output) {
             recv.landing.to.buffer = Buffer::Work;
         }
         all.push(Step { recvs: &recvs, ..step });
-    }
+    });
     let block = hybrid::block_of(place, count, each);
     let (work, output) = (Buffer::Work.at(block), Buffer::Output.at(block));
     let (own, first) = (place.rank().0 / each, Rank(place.rank().0 % each));
@@ -76,11 +76,11 @@ fn parts_inside_servers_send_a_block_in_each_of_their_steps() {
                 assert_eq!((part.len() as u32, part.messages() as u32), (each - 1, 2 * (each - 1)));
                 assert_eq!(part.sent_bytes(1, 1), u64::from(each - 1) * 240);
                 let is_inside = |peer: Rank| peer.0 / each == place.rank().0 / each && peer != place.rank();
-                let peers = part.steps().flat_map(|step| {
+                let peers = part.steps().map(|step| {
                     let recvs = step.recvs.iter().map(|recv| recv.peer);
                     step.sends.iter().map(|send| send.peer).chain(recvs).collect::<Vec<_>>()
                 });
-                assert!(peers.into_iter().all(is_inside), "{place:?}");
+                assert!(peers.flatten().all(is_inside), "{place:?}");
             }
             assert_eq!(*parts[0].layout(), Layout::all_reduce(count));
             assert_eq!(parts[1].layout().work, 0);
