@@ -273,9 +273,8 @@ fn call_that_differs_between_servers_fails_on_all_ranks_without_a_tree_of_all() 
 /// The survivors of all rails agree on the rank, by its number in the communicator, and on the call.
 #[test]
 fn lost_rank_is_named_by_its_number_in_the_communicator() {
-    let clusters: [(Cluster, fn(&mut JoinConfig)); 2] =
-        [(rails(2), on_rails), (Cluster::spare(2, controller()), with_rails)];
-    for (cluster, configure) in clusters {
+    let configure: [fn(&mut JoinConfig); 2] = [on_rails, with_rails];
+    for (cluster, configure) in [rails(2), Cluster::spare(2, controller())].into_iter().zip(configure) {
         let all_are_through = Barrier::new(2 * EACH as usize);
         let errors = cluster.run("lost", 2 * EACH, configure, |comm| {
             for call in 0..3 {

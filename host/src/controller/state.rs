@@ -68,7 +68,7 @@ use sumac_hal::time::Instant;
 /// What the responses of devices are awaited for.
 #[derive(Debug)]
 pub(super) enum Purpose {
-    Reserve(Reserving),
+    Reserve(Box<Reserving>),
     ProbePaths(AskedNodes),
     Renew(LeaseRound),
     Report(PendingReport),
@@ -194,7 +194,7 @@ impl State {
     /// Take up what an exchange with devices was for.
     pub(super) fn proceed(&mut self, config: &ControllerConfig, purpose: Purpose, replies: Vec<Reply>) {
         match purpose {
-            Purpose::Reserve(reserving) => self.continue_reservation(config, reserving, replies),
+            Purpose::Reserve(reserving) => self.continue_reservation(config, *reserving, replies),
             Purpose::ProbePaths(asked) => self.continue_path_probes(config, asked, replies),
             Purpose::Renew(round) => self.finish_lease_round(round, replies),
             Purpose::Report(report) => self.finish_report(report, replies),

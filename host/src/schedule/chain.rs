@@ -18,8 +18,9 @@
 //!
 //! A rank holds two segments of partial values: the one that it passes on and the one that arrives.
 
-use super::pipeline::{self, Clock};
-use super::{Buffer, Landing, Layout, Local, Place, Recv, Region, Schedule, Send, Side, Span};
+use super::pipeline::{self, BusyTimes};
+use super::{Buffer, Landing, Layout, Local, Place, Recv, Region, Schedule, Send, Side, Span, StepBuffer};
+use std::ops::Range;
 use sumac_hal::ids::Rank;
 
 /// Return the number of segments of `count` elements over `ranks` ranks: the one that minimises the cost of a
@@ -38,9 +39,7 @@ pub fn broadcast(place: Place, count: usize, root: Rank) -> Schedule {
     let (at, ranks) = (place.before(root.0 % place.ranks()).0, place.ranks());
     let links =
         Links { at, before: (at > 0).then(|| place.before(1)), after: (at + 1 < ranks).then(|| place.after(1)) };
-    let mut clock = Clock::default();
-    push_broadcast(&mut clock, &segments_of(ranks, count), links, 0);
-    clock.append_to(&mut schedule);
+    Chain { reduces: false, broadcast: Some((links, 0)), ..Chain::new(place, count, root) }.append_to(&mut schedule);
     schedule
 }
 
@@ -48,9 +47,8 @@ pub fn broadcast(place: Place, count: usize, root: Rank) -> Schedule {
 pub fn reduce(place: Place, count: usize, root: Rank) -> Schedule {
     let output = if place.rank() == root { count } else { 0 };
     let mut schedule = Schedule::reducing(place, Layout { output, ..layout(place, count, root) });
-    let mut clock = Clock::default();
-    push_reduce(&mut clock, place, count, root);
-    finish(clock, schedule.place(), count, &mut schedule);
+    push_alone(&mut schedule, count);
+    Chain::new(place, count, root).append_to(&mut schedule);
     schedule
 }
 
@@ -58,22 +56,19 @@ pub fn reduce(place: Place, count: usize, root: Rank) -> Schedule {
 pub fn all_reduce(place: Place, count: usize) -> Schedule {
     let last = place.ranks() - 1;
     let mut schedule = Schedule::reducing(place, layout(place, count, Rank(last)));
-    let mut clock = Clock::default();
-    push_reduce(&mut clock, place, count, Rank(last));
     let rank = place.rank().0;
     let links =
         Links { at: last - rank, before: (rank < last).then(|| Rank(rank + 1)), after: rank.checked_sub(1).map(Rank) };
-    push_broadcast(&mut clock, &segments_of(place.ranks(), count), links, last);
-    finish(clock, place, count, &mut schedule);
+    push_alone(&mut schedule, count);
+    Chain { broadcast: Some((links, last)), ..Chain::new(place, count, Rank(last)) }.append_to(&mut schedule);
     schedule
 }
 
-/// Append what happens, and what a rank alone does.
-fn finish(clock: Clock, place: Place, count: usize, schedule: &mut Schedule) {
-    if place.ranks() == 1 {
+/// Append what a rank alone does.
+fn push_alone(schedule: &mut Schedule, count: usize) {
+    if schedule.place().ranks() == 1 {
         schedule.move_locally(&[input_to_output(count)]);
     }
-    clock.append_to(schedule);
 }
 
 const fn input_to_output(count: usize) -> Local {
@@ -93,32 +88,12 @@ fn segment_len(ranks: u32, count: usize) -> usize {
     count.div_ceil(segments(ranks, count) as usize)
 }
 
-/// The segments, if there is any other rank.
-fn segments_of(ranks: u32, count: usize) -> Vec<Span> {
-    let segments = if ranks == 1 { 0 } else { segments(ranks, count) };
-    (0..segments).map(|index| Span::of_block(count, segments, index)).collect()
-}
-
 /// A rank's place in a chain, and its neighbours there.
 #[derive(Debug, Clone, Copy)]
 struct Links {
     at: u32,
     before: Option<Rank>,
     after: Option<Rank>,
-}
-
-/// Broadcast the first rank's `Output`: place i takes its first segment at `begin` + i - 1, others one by one.
-fn push_broadcast(clock: &mut Clock, segments: &[Span], links: Links, begin: u32) {
-    for (time, &span) in (begin + links.at..).zip(segments) {
-        let elements = Buffer::Output.at(span);
-        if let Some(peer) = links.before {
-            let landing = Landing::copy(elements);
-            clock.at(time - 1).recvs.push(Recv { peer, sent_from: Buffer::Output, landing });
-        }
-        if let Some(peer) = links.after {
-            clock.at(time).sends.push(Send { peer, from: elements });
-        }
-    }
 }
 
 /// The place of a rank in the chain of a reduction: all others in order, then the root.
@@ -133,31 +108,97 @@ const fn place_in_reduction(place: Place, root: Rank) -> u32 {
     }
 }
 
-/// Reduce to the root's `Output`: place i takes its first segment at i - 1, others one by one.
-fn push_reduce(clock: &mut Clock, place: Place, count: usize, root: Rank) {
-    let (at, last) = (place_in_reduction(place, root), place.ranks() - 1);
-    let rank_at = |at: u32| match at {
-        at if at == last => root,
-        at if at < root.0 => Rank(at),
-        at => Rank(at + 1),
-    };
-    let room = segment_len(place.ranks(), count);
-    for (nth, &span) in segments_of(place.ranks(), count).iter().enumerate() {
-        let time = at + nth as u32;
-        let held: Region = match at {
-            0 => Buffer::Input.at(span),
-            at if at == last => Buffer::Output.at(span),
-            _ => Buffer::Work.at(Span { start: nth % 2 * room, len: span.len }),
-        };
-        if at > 0 {
-            let peer = rank_at(at - 1);
-            let side = if peer > place.rank() { Side::Right } else { Side::Left };
-            let sent_from = if at == 1 { Buffer::Input } else { Buffer::Work };
-            let landing = Landing::combine(Buffer::Input.at(span), side, held);
-            clock.at(time - 1).recvs.push(Recv { peer, sent_from, landing });
+/// What a rank does at which times; each that has anything is a step.
+struct Chain {
+    place: Place,
+    count: usize,
+    root: Rank,
+    /// 0 of a single rank.
+    segments: u32,
+    reduces: bool,
+    /// The chain of a broadcast, and when its first rank sends the first segment.
+    broadcast: Option<(Links, u32)>,
+}
+
+impl Chain {
+    /// A reduction.
+    fn new(place: Place, count: usize, root: Rank) -> Self {
+        let segments = if place.ranks() == 1 { 0 } else { segments(place.ranks(), count) };
+        Self { place, count, root, segments, reduces: true, broadcast: None }
+    }
+
+    fn append_to(self, schedule: &mut Schedule) {
+        let busy = BusyTimes::new(self.runs());
+        schedule.compute(busy.len(), move |index, step| {
+            busy.at(index).into_iter().for_each(|time| self.append_step(time, step));
+        });
+    }
+
+    /// The times of its messages.
+    fn runs(&self) -> Vec<Range<u32>> {
+        let (at, last) = (place_in_reduction(self.place, self.root), self.place.ranks() - 1);
+        let mut begins = Vec::new();
+        if self.reduces {
+            begins.extend([(at > 0).then(|| at - 1), (at < last).then_some(at)]);
         }
-        if at < last {
-            clock.at(time).sends.push(Send { peer: rank_at(at + 1), from: held });
+        if let Some((links, begin)) = self.broadcast {
+            begins.extend([links.before.map(|_| begin + links.at - 1), links.after.map(|_| begin + links.at)]);
+        }
+        begins.into_iter().flatten().map(|begin| begin..begin + self.segments).collect()
+    }
+
+    /// The segment of what begins at a time with the first one, and its elements.
+    fn segment_at(&self, time: u32, begin: u32) -> Option<(usize, Span)> {
+        let segment = time.checked_sub(begin).filter(|&segment| segment < self.segments)?;
+        Some((segment as usize, Span::of_block(self.count, self.segments, segment)))
+    }
+
+    fn append_step(&self, time: u32, step: &mut StepBuffer) {
+        if self.reduces {
+            self.reduce(time, step);
+        }
+        if let Some((links, begin)) = self.broadcast {
+            self.broadcast(links, begin, time, step);
+        }
+    }
+
+    /// Broadcast the first rank's `Output`: place i takes its first segment at `begin` + i - 1, others one by one.
+    fn broadcast(&self, links: Links, begin: u32, time: u32, step: &mut StepBuffer) {
+        if let (Some(peer), Some((_, span))) = (links.before, self.segment_at(time + 1, begin + links.at)) {
+            let landing = Landing::copy(Buffer::Output.at(span));
+            step.recvs.push(Recv { peer, sent_from: Buffer::Output, landing });
+        }
+        if let (Some(peer), Some((_, span))) = (links.after, self.segment_at(time, begin + links.at)) {
+            step.sends.push(Send { peer, from: Buffer::Output.at(span) });
+        }
+    }
+
+    /// Reduce to the root's `Output`: place i takes its first segment at i - 1, others one by one.
+    fn reduce(&self, time: u32, step: &mut StepBuffer) {
+        let (at, last) = (place_in_reduction(self.place, self.root), self.place.ranks() - 1);
+        let root = self.root;
+        let rank_at = |at: u32| match at {
+            at if at == last => root,
+            at if at < root.0 => Rank(at),
+            at => Rank(at + 1),
+        };
+        let room = segment_len(self.place.ranks(), self.count);
+        let held = |nth: usize, span: Span| -> Region {
+            match at {
+                0 => Buffer::Input.at(span),
+                at if at == last => Buffer::Output.at(span),
+                _ => Buffer::Work.at(Span { start: nth % 2 * room, len: span.len }),
+            }
+        };
+        if let Some((nth, span)) = self.segment_at(time + 1, at).filter(|_| at > 0) {
+            let peer = rank_at(at - 1);
+            let side = if peer > self.place.rank() { Side::Right } else { Side::Left };
+            let sent_from = if at == 1 { Buffer::Input } else { Buffer::Work };
+            let landing = Landing::combine(Buffer::Input.at(span), side, held(nth, span));
+            step.recvs.push(Recv { peer, sent_from, landing });
+        }
+        if let Some((nth, span)) = self.segment_at(time, at).filter(|_| at < last) {
+            step.sends.push(Send { peer: rank_at(at + 1), from: held(nth, span) });
         }
     }
 }

@@ -19,7 +19,7 @@
 //! takes a segment from both children, and passes on the one before it. Partial values need room for three segments:
 //! the lower child's combined with the own, of this step and of the one before, and the upper child's.
 
-use super::pipeline;
+use super::pipeline::{self, BusyTimes};
 use super::{Buffer, Landing, Layout, Local, Place, Recv, Schedule, Send, Side, Span, StepBuffer};
 use std::ops::Range;
 use sumac_hal::ids::Rank;
@@ -84,20 +84,12 @@ struct Timeline {
 impl Timeline {
     fn append_to(self, schedule: &mut Schedule) {
         let busy = self.busy();
-        let steps = busy.iter().map(|times| times.len()).sum();
-        schedule.compute(steps, move |index, step| {
-            let mut index = index as u32;
-            for times in &busy {
-                if index < times.end - times.start {
-                    return self.append_step(times.start + index, step);
-                }
-                index -= times.end - times.start;
-            }
+        schedule.compute(busy.len(), move |index, step| {
+            busy.at(index).into_iter().for_each(|time| self.append_step(time, step));
         });
     }
 
-    /// The times at which there is anything to do, in order and apart.
-    fn busy(&self) -> Vec<Range<u32>> {
+    fn busy(&self) -> BusyTimes {
         let (trees, segments) = (&self.trees, self.trees.segments);
         let mut all = Vec::new();
         for tree in trees.both() {
@@ -111,15 +103,7 @@ impl Timeline {
             }
             all.extend(self.broadcast_at.map(|at| at + depth..at + depth + segments + more));
         }
-        all.sort_unstable_by_key(|times| times.start);
-        let mut busy: Vec<Range<u32>> = Vec::new();
-        for times in all {
-            match busy.last_mut() {
-                Some(before) if times.start <= before.end => before.end = before.end.max(times.end),
-                _ => busy.push(times),
-            }
-        }
-        busy
+        BusyTimes::new(all)
     }
 
     fn append_step(&self, time: u32, step: &mut StepBuffer) {

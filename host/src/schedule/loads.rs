@@ -274,9 +274,11 @@ mod tests {
             let schedules: Vec<_> = Place::all(ranks).map(|place| schedule(place, count, grid(&[4, 5]))).collect();
             let sent: u64 = schedules.iter().map(|schedule| schedule.sent_bytes(1, 1)).sum();
             for parts in &schedules {
-                for Send { peer, .. } in parts.steps().map(|step| step.sends.to_vec()).flatten() {
-                    assert_eq!(route(&mesh, parts.place().rank().0, peer.0).len(), 1);
-                }
+                parts.steps().for_each(|step| {
+                    for Send { peer, .. } in step.sends {
+                        assert_eq!(route(&mesh, parts.place().rank().0, peer.0).len(), 1);
+                    }
+                });
             }
             assert_eq!(Loads::count(schedules, &mesh).totals().values().sum::<u64>(), sent);
         }

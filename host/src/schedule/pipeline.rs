@@ -10,6 +10,7 @@
 
 use super::{Local, Recv, Schedule, Send, Span, Step};
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 /// The ratio of a message's latency to an element's time for which the number of segments is best: between that of
 /// processes on one machine and that of data sheets' links.
@@ -28,6 +29,40 @@ pub(super) fn segments(fill: f64, messages: f64, count: usize) -> u32 {
 pub(super) fn segment(whole: Span, segments: u32, index: u32) -> Span {
     let part = Span::of_block(whole.len, segments, index);
     Span { start: whole.start + part.start, len: part.len }
+}
+
+/// The times at which there is anything to do, in order: those of a rank's steps.
+pub(super) struct BusyTimes(Vec<Range<u32>>);
+
+impl BusyTimes {
+    /// Join runs of times, which may overlap.
+    pub(super) fn new(mut runs: Vec<Range<u32>>) -> Self {
+        runs.sort_unstable_by_key(|run| run.start);
+        let mut apart: Vec<Range<u32>> = Vec::new();
+        for run in runs {
+            match apart.last_mut() {
+                Some(before) if run.start <= before.end => before.end = before.end.max(run.end),
+                _ => apart.push(run),
+            }
+        }
+        Self(apart)
+    }
+
+    /// Return how many times there are.
+    pub(super) fn len(&self) -> usize {
+        self.0.iter().map(|run| run.len()).sum()
+    }
+
+    /// Return the time of step `index`, if there is one.
+    pub(super) fn at(&self, index: usize) -> Option<u32> {
+        let mut index = index as u32;
+        self.0.iter().find_map(|run| {
+            let len = run.end - run.start;
+            let found = (index < len).then(|| run.start + index);
+            index = index.saturating_sub(len);
+            found
+        })
+    }
 }
 
 /// What happens at a time.
@@ -81,6 +116,14 @@ mod tests {
         assert_eq!([0, 1, 4000].map(|count| segments(4.0, 1.0, count)), [1, 1, 1]);
         assert_eq!(segments(0.0, 1.0, usize::MAX), 1, "nothing to fill");
         assert_eq!(segments(1e9, 1.0, usize::MAX), 512);
+    }
+
+    #[test]
+    fn busy_times_are_those_of_any_run_once() {
+        let times = BusyTimes::new(vec![7..9, 2..4, 3..5, 4..4, 9..10]);
+        let found: Vec<_> = (0..times.len()).map(|index| times.at(index)).collect();
+        assert_eq!(found, [2, 3, 4, 7, 8, 9].map(Some));
+        assert_eq!((times.at(6), BusyTimes::new(Vec::new()).len()), (None, 0));
     }
 
     #[test]

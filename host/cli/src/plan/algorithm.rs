@@ -341,7 +341,7 @@ impl AlgorithmArgs {
 
     fn title(&self, algorithm: &Algorithm) -> String {
         let (name, collective) = (algorithm.path().name(), self.collective.name());
-        let shape = if self.shape == Shape::Line { String::new() } else { format!(", {}", self.shape) };
+        let shape = if self.shape() == Shape::Line { String::new() } else { format!(", {}", self.shape()) };
         format!("{name}: {collective} of {} elements, {} ranks{shape}", self.count(algorithm), self.ranks)
     }
 }

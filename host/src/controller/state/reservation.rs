@@ -46,7 +46,7 @@ impl State {
 
     fn exchange_for(&mut self, reserving: Reserving, requests: Vec<(std::sync::Arc<super::Device>, Request)>) {
         let until = self.now + REPLY_TIMEOUT;
-        let purpose = Purpose::Reserve(reserving);
+        let purpose = Purpose::Reserve(Box::new(reserving));
         self.links.exchange(&mut self.output, (purpose, OnTimeout::Normal, until), requests);
     }
 

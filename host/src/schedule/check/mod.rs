@@ -347,7 +347,9 @@ fn matched(schedules: &[Schedule]) -> Result<(), CheckError> {
 
 /// Check that a pair of ranks has the same list of messages at both ends.
 fn matched_pair(schedules: &[Schedule], from: Rank, to: Rank) -> Result<(), CheckError> {
-    let (mut sends, mut recvs): (Vec<(usize, Send)>, Vec<(usize, Recv)>) = (Vec::new(), Vec::new());
+    // With their steps.
+    let mut sends: Vec<(usize, Send)> = Vec::new();
+    let mut recvs: Vec<(usize, Recv)> = Vec::new();
     let mut buffer = StepBuffer::default();
     for (rank, peer) in [(from, to), (to, from)] {
         let schedule = &schedules[rank.0 as usize];
