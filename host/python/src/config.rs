@@ -38,7 +38,7 @@ pub(crate) fn join_config(py: Python<'_>, settings: &Bound<'_, PyDict>) -> PyRes
 }
 
 /// What [`join`](crate::communicator::join) takes, each by the name and in the format of [`JoinConfig::set`].
-const SETTINGS: [&str; 22] = [
+const SETTINGS: [&str; 23] = [
     "controller",
     "embedded_controller",
     "key",

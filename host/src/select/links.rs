@@ -25,13 +25,13 @@ pub struct LinkFacts {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "Vec<(Path, u64)>", into = "Vec<(Path, u64)>")]
 pub struct PathTimes {
-    /// By the path's number; [`UNKNOWN`] for the others.
-    by_number: [u64; PATHS_MAX],
+    /// By the path's number; [`UNKNOWN`] for the others. Longer times than fit are as bad as the longest.
+    by_number: [u32; PATHS_MAX],
 }
 
 /// Above the numbers of all paths.
-const PATHS_MAX: usize = 64;
-const UNKNOWN: u64 = u64::MAX;
+const PATHS_MAX: usize = 48;
+const UNKNOWN: u32 = u32::MAX;
 
 impl Default for PathTimes {
     /// No path's time is known.
@@ -45,7 +45,7 @@ impl FromIterator<(Path, u64)> for PathTimes {
         let mut all = Self::default();
         for (path, time) in times {
             if let Some(known) = all.by_number.get_mut(path as usize) {
-                *known = time;
+                *known = u32::try_from(time).unwrap_or(UNKNOWN).min(UNKNOWN - 1);
             }
         }
         all
@@ -67,7 +67,7 @@ impl From<PathTimes> for Vec<(Path, u64)> {
 impl PathTimes {
     /// The time of a path, if it is known.
     pub fn get(&self, path: Path) -> Option<u64> {
-        self.by_number.get(path as usize).copied().filter(|time| *time != UNKNOWN)
+        self.by_number.get(path as usize).copied().filter(|time| *time != UNKNOWN).map(u64::from)
     }
 }
 

@@ -208,6 +208,8 @@ fn times_of_paths_survive_serialization() {
     let bytes = postcard::to_stdvec(&times).expect("serialized");
     assert_eq!(postcard::from_bytes::<PathTimes>(&bytes), Ok(times));
     assert_eq!((times.get(Path::Bine), times.get(Path::Ring), times.get(Path::Nhr)), (Some(7), Some(0), None));
+    let all: PathTimes = Path::ALL.iter().map(|path| (*path, u64::MAX)).collect();
+    assert!(Path::ALL.iter().all(|path| all.get(*path) == Some(u64::from(u32::MAX) - 1)), "each has a place");
 }
 
 /// Nobody has calibrated the network, and no fabric is known.
