@@ -20,7 +20,7 @@
 //! exchange takes m times as long there as a pairwise one.
 
 use super::hierarchical_ring::servers_of;
-use super::{Buffer, Landing, Layout, Local, Place, Recv, Region, Schedule, Send, Shape, Span, pairwise};
+use super::{Buffer, Landing, Layout, Local, Place, Recv, Region, Schedule, Send, Shape, Span, StepBuffer, pairwise};
 use sumac_hal::ids::Rank;
 
 /// Schedule an all-to-all: rank r sends `count` elements in p blocks, block s to rank s, and receives block r of each.
@@ -66,12 +66,17 @@ impl Servers {
         Self { place, count, servers, each, server: rank / each, index: rank % each, in_place }
     }
 
-    fn schedule(&self, layout: Layout) -> Schedule {
+    fn schedule(self, layout: Layout) -> Schedule {
         let end = self.collected(self.servers).span;
         let mut schedule = Schedule::moving(self.place, Layout { work: end.start, ..layout });
-        self.push_own(&mut schedule);
-        self.push_inside(&mut schedule);
-        self.push_between(&mut schedule);
+        // What is local, the step inside, and in place another local one.
+        let (first, between) = (2 + usize::from(self.in_place), self.servers as usize - 1);
+        schedule.compute(first + between, move |index, step| match index {
+            0 => self.append_own(step),
+            1 => self.append_inside(step),
+            index if index < first => step.locals.push(self.unload()),
+            index => self.append_between((index - first) as u32 + 1, step),
+        });
         schedule
     }
 
@@ -113,45 +118,42 @@ impl Servers {
     }
 
     /// What this rank sends to itself, and through itself.
-    fn push_own(&self, schedule: &mut Schedule) {
+    fn append_own(&self, step: &mut StepBuffer) {
         let local = |server| {
             let from = Buffer::Input.at(self.block(self.rank(server, self.index)));
             Local::copy(from, self.relayed(server, self.index))
         };
-        schedule.move_locally(&(0..self.servers).map(local).collect::<Vec<_>>());
+        step.locals.extend((0..self.servers).map(local));
     }
 
     /// Each rank gives every other one of its server what goes to that one's index, a piece for each server.
-    fn push_inside(&self, schedule: &mut Schedule) {
-        let (mut sends, mut recvs) = (Vec::new(), Vec::new());
+    fn append_inside(&self, step: &mut StepBuffer) {
         for distance in 1..self.each {
             let (to, from) = ((self.index + distance) % self.each, (self.index + self.each - distance) % self.each);
             for server in 0..self.servers {
                 let piece = Buffer::Input.at(self.block(self.rank(server, to)));
-                sends.push(Send { peer: self.rank(self.server, to), from: piece });
+                step.sends.push(Send { peer: self.rank(self.server, to), from: piece });
                 let landing = Landing::copy(self.relayed(server, from));
-                recvs.push(Recv { peer: self.rank(self.server, from), sent_from: Buffer::Input, landing });
+                step.recvs.push(Recv { peer: self.rank(self.server, from), sent_from: Buffer::Input, landing });
             }
-        }
-        schedule.exchange(&sends, &recvs);
-        if self.in_place {
-            let first = self.arrived(self.rank(self.server, 0)).span;
-            let from = self.collected(self.server);
-            schedule.move_locally(&[Local::copy(from, Buffer::Output.at(Span { len: from.span.len, ..first }))]);
         }
     }
 
+    /// In place: what came from the own server, once all blocks have left.
+    fn unload(&self) -> Local {
+        let first = self.arrived(self.rank(self.server, 0)).span;
+        let from = self.collected(self.server);
+        Local::copy(from, Buffer::Output.at(Span { len: from.span.len, ..first }))
+    }
+
     /// The ranks of one index exchange what they have collected for each other.
-    fn push_between(&self, schedule: &mut Schedule) {
-        for distance in 1..self.servers {
-            let to = (self.server + distance) % self.servers;
-            let from = (self.server + self.servers - distance) % self.servers;
-            let first = self.arrived(self.rank(from, 0)).span;
-            let arrived = Span { len: first.len * self.each as usize, ..first };
-            let landing = Landing::copy(Buffer::Output.at(arrived));
-            let send = Send { peer: self.rank(to, self.index), from: self.collected(to) };
-            let recv = Recv { peer: self.rank(from, self.index), sent_from: Buffer::Work, landing };
-            schedule.exchange(&[send], &[recv]);
-        }
+    fn append_between(&self, distance: u32, step: &mut StepBuffer) {
+        let to = (self.server + distance) % self.servers;
+        let from = (self.server + self.servers - distance) % self.servers;
+        let first = self.arrived(self.rank(from, 0)).span;
+        let arrived = Span { len: first.len * self.each as usize, ..first };
+        let landing = Landing::copy(Buffer::Output.at(arrived));
+        step.sends.push(Send { peer: self.rank(to, self.index), from: self.collected(to) });
+        step.recvs.push(Recv { peer: self.rank(from, self.index), sent_from: Buffer::Work, landing });
     }
 }
