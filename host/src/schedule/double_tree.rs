@@ -15,7 +15,7 @@
 //! | reduce | h + k | n (1 + h/k) | n |
 //! | all-reduce: reduce, broadcast | 2h + k + 1 | n (2 + 2h/k) | 2n |
 //!
-//! Messages have times on a common clock ([`super::pipeline`]), so ranks never wait in a cycle. In a step an inner rank
+//! Messages have times on a common clock (`pipeline`), so ranks never wait in a cycle. In a step an inner rank
 //! takes a segment from both children, and passes on the one before it. Partial values need room for three segments:
 //! the lower child's combined with the own, of this step and of the one before, and the upper child's.
 
@@ -25,7 +25,7 @@ use std::ops::Range;
 use sumac_hal::ids::Rank;
 
 /// Return the number of segments of each half of `count` elements over `ranks` ranks: the one that minimises the cost
-/// of an all-reduce, `(2h + 4k) alpha + (2 + 2h/k) n beta`, and that of its halves, as [`super::pipeline`] has it: in a
+/// of an all-reduce, `(2h + 4k) alpha + (2 + 2h/k) n beta`, and that of its halves, as `pipeline` has it: in a
 /// step a rank sends up to four messages, two in each tree.
 pub fn segments(ranks: u32, count: usize) -> u32 {
     let height = f64::from(ranks.saturating_sub(1).max(1).ilog2());

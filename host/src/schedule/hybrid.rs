@@ -2,7 +2,7 @@
 //!
 //! On G servers of m ranks, rail j is the ranks with place j on their servers. Inside each server a ring reduce-scatter
 //! leaves block j of m at place j; each rail all-reduces its block in an aggregation tree of its own
-//! ([`crate::engine`]), all rails at once; a ring all-gather inside the servers distributes the blocks. So each rank
+//! (`engine::hybrid`), all rails at once; a ring all-gather inside the servers distributes the blocks. So each rank
 //! sends n/m elements into the network, and each tree carries n/m. This is the decomposition of Cho et al.,
 //! "BlueConnect: Decomposing all-reduce for deep learning on heterogeneous network hierarchy" (MLSys 2019), with
 //! in-network trees as NCCL's CollNet and SHARP with several rails have them.

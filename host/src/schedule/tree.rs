@@ -6,7 +6,7 @@
 //! - [`reduce`] and [`all_reduce`] follow the tree node by node: few steps, for small messages. A node is played by the
 //!   root's rank if the root is below it, otherwise by the player of its first child. With levels 0..L of at most c
 //!   children: at most `L (c-1) (alpha + n beta + n gamma)` up, plus a binomial broadcast down. Large messages are cut
-//!   into segments, and each combination has a rank of its own ([`super::combinations`]).
+//!   into segments, and each combination has a rank of its own (`combinations`).
 //! - [`super::pairwise::reduce_scatter`] and [`super::pairwise::all_reduce`] evaluate it block by block: the fewest
 //!   bytes, for large messages.
 //!
