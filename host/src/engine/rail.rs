@@ -16,6 +16,7 @@ use super::notices::Notices;
 use super::options::{CallOptions, Progress, Recoveries, Straggler};
 use super::shared::SharedCore;
 use super::shares::error_of_whole;
+use crate::controller::TREES_MAX;
 use crate::controller::proto::{RailOf, rail_name};
 use crate::exec::Buffers;
 use crate::schedule::{Place, Schedule, Span, hybrid};
@@ -59,6 +60,7 @@ impl Rail {
         }
         let (shape, place) = (core.selection_context().shape, core.place());
         let joined = match hybrid::servers(shape, place.ranks()) {
+            Some([_, each]) if each > TREES_MAX.into() => Err(format!("{each} rails, of at most {TREES_MAX}")),
             Some(servers) => {
                 let joined = join_rail(&config, place, servers);
                 agree(&mut core, joined).map_err(ended)?

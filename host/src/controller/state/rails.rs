@@ -1,14 +1,19 @@
 //! Jobs that are rails of another one ([`RailOf`]): who may join one, and which devices it prefers.
 //!
 //! Invariants:
-//! - ranks join rails of a running job of the same tenant and order only, with as many ranks as that job has servers;
-//! - a job and its rails count once in the quota of groups ([`JoinRequest::communicator`]);
+//! - ranks join rails of a running job of the same tenant and order only, with as many ranks as that job's shape has
+//!   servers;
+//! - a job and its rails, at most [`TREES_MAX`], count once in the quota of groups ([`JoinRequest::communicator`]), as
+//!   a job's further trees do: more rails would be groups that no quota counts;
 //! - without a fabric, a rail takes a device that no other rail of the job has, where there is one: all of them run at
 //!   once. On a fabric, the plan of each follows the cables of its ranks' adapters.
 
 use super::State;
 use super::job::Job;
+use crate::controller::admit::facts::job_shape;
+use crate::controller::limits::TREES_MAX;
 use crate::controller::proto::{JoinRefusal, JoinRequest, RailOf};
+use crate::schedule::hybrid;
 use std::collections::BTreeSet;
 
 impl Job {
@@ -29,10 +34,16 @@ impl State {
         if !first.request.terms.hybrid {
             return refuse(format!("job {:?} has no rails", rail.job));
         }
-        let servers = request.world;
-        if servers == 0 || !job.world.is_multiple_of(servers) || rail.index >= job.world / servers {
-            let (index, world) = (rail.index, job.world);
-            return refuse(format!("{world} ranks on {servers} servers have no rail {index}"));
+        let shape = job_shape(job.members.values().map(|member| &*member.request));
+        let Some([servers, each]) = hybrid::servers(shape, job.world) else {
+            return refuse(format!("{} ranks of shape {shape} are not on servers of several", job.world));
+        };
+        if request.world != servers || rail.index >= each || each > TREES_MAX.into() {
+            let (index, world, ranks) = (rail.index, job.world, request.world);
+            return refuse(format!(
+                "{world} ranks of shape {shape} have no rail {index} of {ranks} ranks; each of at most {TREES_MAX} rails \
+                 has a rank on each server"
+            ));
         }
         if job.tenant() != request.terms.tenant || first.request.order != request.order {
             return refuse(format!("job {:?} has another tenant or order", rail.job));

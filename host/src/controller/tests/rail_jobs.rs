@@ -51,8 +51,12 @@ fn rail_that_its_job_does_not_have_is_refused() {
     let _device = Device::start(&controller, "a", None, None);
     assert_eq!(refusal(&controller, rail_request(0, 0, 2)), "job \"job\" is not running");
     let (_job, _) = join_all(&controller, (0..4).map(|rank| job_request(rank, 4)));
-    assert_eq!(refusal(&controller, rail_request(2, 0, 2)), "4 ranks on 2 servers have no rail 2");
-    assert_eq!(refusal(&controller, rail_request(0, 0, 3)), "4 ranks on 3 servers have no rail 0");
+    // Rails of fewer ranks would be groups that no quota counts.
+    for (index, servers) in [(2, 2), (0, 3), (3, 1), (0, 4)] {
+        let why = refusal(&controller, rail_request(index, 0, servers));
+        let expected = format!("4 ranks of shape servers:2 have no rail {index} of {servers} ranks; ");
+        assert!(why.starts_with(&expected), "{why}");
+    }
     let named = JoinRequest { job: "mine".into(), ..rail_request(0, 0, 2) };
     assert_eq!(refusal(&controller, named), "rail 0 of job \"job\" has another name");
     let mut stripe = rail_request(0, 0, 2);
@@ -68,6 +72,19 @@ fn rail_that_its_job_does_not_have_is_refused() {
     };
     let ordered = JoinRequest { order, ..rail_request(0, 0, 2) };
     assert_eq!(refusal(&controller, ordered), "job \"job\" has another tenant or order");
+}
+
+#[test]
+fn servers_of_more_ranks_than_a_job_has_trees_have_no_rails() {
+    let controller = controller();
+    let _device = Device::start(&controller, "a", None, None);
+    let on_servers = |rank| {
+        let like = job_request(rank, 34);
+        JoinRequest { terms: Terms { shape: "servers:17".parse().ok(), ..like.terms.clone() }, ..like }
+    };
+    let (_job, _) = join_all(&controller, (0..34).map(on_servers));
+    let why = refusal(&controller, rail_request(0, 0, 2));
+    assert!(why.contains("at most 16 rails"), "{why}");
 }
 
 #[test]

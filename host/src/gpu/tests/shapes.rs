@@ -1,6 +1,7 @@
 //! Algorithms of all names, for ranks in a line and in several dimensions.
 
 use super::*;
+use crate::gpu::group::{schedules, selection_context};
 use crate::schedule::{ALGORITHMS, Pattern};
 
 /// Shapes of `ranks` ranks.
@@ -41,6 +42,20 @@ fn every_algorithm_of_a_shape_gives_the_reduction() {
         }
     }
     assert_eq!(by_dimensions, 8 * 4, "four algorithms in each of eight shapes");
+}
+
+/// In a line the algorithms of dimensions give the same results by other messages.
+#[test]
+fn schedules_of_a_group_are_those_of_its_shape() {
+    let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 48);
+    let of = |shape: &str, path| {
+        let options = GroupOptions { shape: shape.parse().expect("a shape"), ..small() };
+        let selection = selection_context(4, &options, options.table.clone(), "none").expect("it fits");
+        schedules(&desc, path, &selection).expect("known")
+    };
+    for path in [Path::Ring2d, Path::Torus2d, Path::Mesh2d, Path::HierarchicalRing] {
+        assert!(of("2x2", path) != of("line", path), "{path}");
+    }
 }
 
 #[test]
