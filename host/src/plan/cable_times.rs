@@ -44,8 +44,10 @@ impl CableTimes {
         let mut all = ring::algorithms(&mut job)?;
         all.extend(counted::counted(&mut job, shape, &all, MESSAGES_MAX)?);
         let schedules_s: Vec<_> = all.iter().map(|algorithm| (algorithm.path, algorithm.byte_s())).collect();
-        let doubling = schedules_s.iter().find(|(path, _)| *path == Path::RecursiveDoubling);
-        Some(Self { tree_s, others_s: doubling.map_or(0.0, |(_, byte_s)| *byte_s), schedules_s })
+        let doubling = schedules_s.iter().find(|(path, _)| *path == Path::RecursiveDoubling).map(|(_, byte_s)| *byte_s);
+        // Of many ranks, partners that change are not followed.
+        let others_s = doubling.unwrap_or_else(|| own_cables_s(fabric, (plan, places), limits));
+        Some(Self { tree_s, schedules_s, others_s })
     }
 
     /// Seconds of a byte that a rank sends by an algorithm.

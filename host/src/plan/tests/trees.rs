@@ -214,6 +214,9 @@ fn cable_times_count_what_shares_the_busiest_cable() {
     assert_eq!(doubling, 1.5);
     let ten: Vec<usize> = (0..80).map(|rank| rank / 10).collect();
     assert_eq!(in_bytes(&ten)[1], 1.0, "one of ten ranks sends to another host");
+    // So may those whose partners change, of more ranks than these are followed for.
+    let above: Vec<usize> = (0..2000).map(|rank| rank / 250).collect();
+    assert_eq!(in_bytes(&above)[1..], [1.0, 250.0, 250.0]);
     // Of more ranks than routes are followed for, all may send to other hosts.
     let many: Vec<usize> = (0..(1 << 17) + 8).map(|rank| rank % 8).collect();
     assert_eq!(in_bytes(&many)[1..], [f64::from((1 << 14) + 1); 3]);
