@@ -131,7 +131,7 @@ pub use split::SplitError;
 
 use crate::controller::proto::QueuePosition;
 use crate::deadline::after;
-use crate::engine::{Core, Notices, Rail, SharedCore, Stripes, join_as};
+use crate::engine::{Core, Notices, Rail, SharedCore, Stripes, join_as, join_rails};
 use crate::schedule::Shape;
 use crate::select::{Algo, Explanation, JobFacts, Origin};
 use std::sync::{Arc, MutexGuard};
@@ -169,7 +169,7 @@ impl Communicator {
         let (rank, size) = (config.rank, config.world);
         let (core, striping) = join_as(config, None)?;
         let core = SharedCore::new(core).map_err(|source| JoinError::ProgressThread { source })?;
-        Rail::join(&core)?;
+        join_rails(&core)?;
         let rail = core.lock().ok().and_then(|core| core.rail().map(Arc::clone));
         let stripes = Arc::new(Stripes::join(&core, striping)?);
         Ok(Self { core, rail, stripes, rank, size, buckets: bucket::BucketPool::default() })

@@ -6,7 +6,6 @@ use super::data_path::{Deadline, Stop};
 use super::decided::{Chosen, Decided};
 use super::error::{Error, OutputState};
 use super::extent::Extent;
-use super::hybrid::with_block;
 use super::in_flight::BorrowedBuffers;
 use super::operations::{Awaited, CounterSnapshot, NextStep};
 use super::options::{CallOptions, Outcome};
@@ -42,6 +41,23 @@ impl Core {
         let result = self.run_to_end(desc, buffers, options);
         self.data.operations.calling = None;
         result
+    }
+
+    /// Run a share of an operation in this communicator's tree or, if that is lost, between the ranks.
+    ///
+    /// # Errors
+    /// As for [`Self::run`].
+    pub(super) fn run_share(
+        &mut self,
+        desc: OpDesc,
+        buffers: &mut Buffers<'_>,
+        options: &CallOptions,
+    ) -> Result<Outcome, Error> {
+        let by = |algo| CallOptions { algo: Some(algo), ..*options };
+        match self.run(desc, buffers, &by(Algo::Tree)) {
+            Err(Error::NotPossible(_)) => self.run(desc, buffers, &by(Algo::Auto)),
+            done => done,
+        }
     }
 
     fn run_to_end(&mut self, desc: OpDesc, buffers: &mut Buffers<'_>, options: &CallOptions) -> Result<Outcome, Error> {
@@ -110,7 +126,7 @@ impl Core {
             };
             if chosen.path == Path::Hybrid {
                 let block = self.run_hybrid((&desc, options), &chosen, buffers, deadline)?;
-                return Ok(with_block(self.data.outcome(&chosen, None, begun), block));
+                return Ok(self.data.outcome(&chosen, None, begun).with_block(block));
             }
             if chosen.path != Path::Tree {
                 self.run_by_schedule((&desc, options), (&chosen, schedule), buffers, deadline)?;

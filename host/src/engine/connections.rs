@@ -6,6 +6,7 @@ use crate::exec::round::{Attempt, Round};
 use crate::exec::{Buffers, Context, ExecError, Execution, Interrupt, Mesh, Status, execute};
 use crate::schedule::Schedule;
 use std::time::Instant;
+use sumac_hal::ids::Rank;
 use sumac_hal::op::{OpDesc, Path};
 use sumac_hal::reduce::Kernel;
 
@@ -155,6 +156,11 @@ pub(super) trait HostWork {
     fn yields(&self) -> bool {
         false
     }
+}
+
+/// Return the error of work that ended with an error of the communicator.
+pub(super) fn interrupted(rank: Rank, error: &Error) -> ExecError {
+    ExecError::Interrupted { rank, reason: error.to_string() }
 }
 
 /// A host collective that was announced to the tree: the announcement is sent before the schedule begins.

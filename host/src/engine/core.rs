@@ -28,6 +28,10 @@ use std::time::{Duration, Instant};
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Collective, OpDesc};
 
+/// Why there are no rails unless the configuration asks for them.
+pub(super) const NO_RAILS_ASKED: &str =
+    "the ranks have not joined rails; set SUMAC_HYBRID=1 alike on all of them, or join with the algorithm hybrid";
+
 /// A communicator: its data path, and its membership in the job.
 pub(crate) struct Core {
     pub(super) data: DataPath,

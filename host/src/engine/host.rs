@@ -7,12 +7,11 @@
 //!
 //! The work pauses when the view is in question, because other ranks may have to recover before they come to it.
 
-use super::connections::{Collective, Connections, HostWork, kernel};
+use super::connections::{Collective, Connections, HostWork, interrupted, kernel};
 use super::core::Core;
 use super::data_path::{Beside, DataPath, Deadline, Stop};
 use super::decided::Chosen;
 use super::error::Error;
-use super::hybrid::with_block;
 use super::operations::{Awaited, NextStep};
 use super::options::CallOptions;
 use crate::exec::{Buffers, ExecError, Execution, Interrupt, Status};
@@ -87,10 +86,6 @@ impl Interrupt for DriveBeside<'_> {
     fn message_completed(&mut self) -> ControlFlow<()> {
         if self.data.progress.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     }
-}
-
-pub(super) fn interrupted(rank: Rank, error: &Error) -> ExecError {
-    ExecError::Interrupted { rank, reason: error.to_string() }
 }
 
 impl Core {
@@ -261,7 +256,7 @@ impl Core {
         let result = result.map_err(|error| self.end(error, &desc, started.begun));
         let outcome = self.data.outcome(&started.chosen, None, started.begun);
         let ended = result.clone().map(|block| match block {
-            Some(block) => with_block(outcome, block),
+            Some(block) => outcome.with_block(block),
             None => outcome,
         });
         self.data.operations.end_schedule(handle, started, ended);

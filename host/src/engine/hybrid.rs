@@ -21,15 +21,13 @@
 //! - an error is one of the whole operation, with the ranks and the call number of the communicator;
 //! - a rail ends with the communicator, and the communicator with an error of a rail.
 
-use super::connections::HostWork;
+use super::connections::{HostWork, interrupted};
 use super::core::Core;
 use super::data_path::Deadline;
 use super::decided::Chosen;
 use super::error::{Error, OutputState};
-use super::host::interrupted;
 use super::options::{CallOptions, Outcome, Straggler};
 use super::rail::Rail;
-use super::shares::run_share;
 use crate::exec::{Buffers, ExecError, Execution, Interrupt, Mesh, Status};
 use crate::schedule::Schedule;
 use crate::select::{RuledOut, hybrid_part};
@@ -39,7 +37,7 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::Instant;
 use sumac_hal::ids::Rank;
@@ -176,7 +174,7 @@ impl Core {
         let run = || {
             let block = block.lock().unwrap_or_else(PoisonError::into_inner).take();
             let block = block.ok_or_else(|| Error::Argument("a block is reduced once".into()))?;
-            run_share(&mut *rail.lock()?, part, &mut Buffers::InPlace(block), &options)
+            rail.reduce(part, block, &options)
         };
         let Ok(done) = Done::new() else { return Ok(run()) };
         thread::scope(|scope| {
@@ -234,18 +232,4 @@ fn block_of<'b>(buffers: &'b mut Buffers<'_>, bytes: Range<usize>) -> &'b mut [u
         Buffers::InPlace(all) => &mut all[bytes],
         Buffers::Separate { output, .. } => &mut output[bytes],
     }
-}
-
-/// Add what a rail did with its block to the outcome of the operation.
-pub(super) fn with_block(mut whole: Outcome, block: Outcome) -> Outcome {
-    if block.path != Path::Tree {
-        let why = block.fallback.unwrap_or_else(|| Arc::from(block.path.name()));
-        whole.fallback.get_or_insert(format!("this rank's rail: {why}").into());
-    }
-    whole.trees = block.trees;
-    whole.transfer = block.transfer;
-    whole.wire_bytes += block.wire_bytes;
-    whole.retransmits += block.retransmits;
-    whole.recovered |= block.recovered;
-    whole
 }

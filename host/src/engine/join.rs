@@ -3,7 +3,7 @@
 use super::compare::Comparison;
 use super::config::{JoinConfig, JoinError};
 use super::connections::{Connections, HostPath};
-use super::core::{Core, Members};
+use super::core::{Core, Members, NO_RAILS_ASKED};
 use super::data_path::DataPath;
 use super::embedded;
 use super::membership::MembershipChannel;
@@ -91,7 +91,7 @@ pub(crate) fn join_as(mut config: JoinConfig, part: Option<PartOf>) -> Result<(C
         tree: membership.tree.as_ref().map(|tree| tree.facts).map_err(Clone::clone),
         declared: Declared::new(membership.expression, world, config.order, membership.shape)
             .map_err(|error| JoinError::Membership(error.to_string()))?,
-        rails: Err(super::rail::NOT_ASKED.into()),
+        rails: Err(NO_RAILS_ASKED.into()),
         table: membership.table,
     };
     let table_version = selection.table.version;

@@ -50,6 +50,22 @@ pub struct Outcome {
     pub missing: RankMask,
 }
 
+impl Outcome {
+    /// Add what a rail did with its block to the outcome of the operation.
+    pub(super) fn with_block(mut self, block: Self) -> Self {
+        if block.path != Path::Tree {
+            let why = block.fallback.unwrap_or_else(|| Arc::from(block.path.name()));
+            self.fallback.get_or_insert(format!("this rank's rail: {why}").into());
+        }
+        self.trees = block.trees;
+        self.transfer = block.transfer;
+        self.wire_bytes += block.wire_bytes;
+        self.retransmits += block.retransmits;
+        self.recovered |= block.recovered;
+        self
+    }
+}
+
 /// What `println!` shows: the path, and whatever else is not as usual.
 impl fmt::Display for Outcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -5,11 +5,8 @@
 //! - every share but the last consists of whole chunks of its tree, so no tree sends a short packet but at the end;
 //! - the division depends only on the operation and on what all ranks know, so that it is the same on all ranks.
 
-use super::core::Core;
 use super::error::{Error, OutputState};
-use super::options::{CallOptions, Outcome};
 use crate::exec::Buffers;
-use crate::select::Algo;
 use std::ops::Range;
 use sumac_hal::op::{Collective, OpDesc};
 
@@ -125,20 +122,6 @@ pub(super) fn combine_outputs<'s>(parts: impl Iterator<Item = (&'s Share, Option
         }
     }
     OutputState::Elements(elements)
-}
-
-/// Run a share in its tree or, if that is lost, between the ranks.
-pub(super) fn run_share(
-    core: &mut Core,
-    desc: OpDesc,
-    buffers: &mut Buffers<'_>,
-    options: &CallOptions,
-) -> Result<Outcome, Error> {
-    let by = |algo| CallOptions { algo: Some(algo), ..*options };
-    match core.run(desc, buffers, &by(Algo::Tree)) {
-        Err(Error::NotPossible(_)) => core.run(desc, buffers, &by(Algo::Auto)),
-        done => done,
-    }
 }
 
 /// Return the error of a share as one of the whole operation, which is call number `call`.

@@ -20,16 +20,14 @@
 
 use super::config::{JoinConfig, JoinError};
 use super::core::Core;
+use super::departure::Departure;
 use super::error::{Error, OutputState};
 use super::extent::Extent;
 use super::join::{PartOf, join_as};
-use super::leave::Departure;
 use super::notices::Notices;
 use super::options::{CallOptions, Outcome, Progress, Recoveries, Straggler};
 use super::shared::SharedCore;
-use super::shares::{
-    Share, ShareWeight, combine_outputs, divide, divide_buffers, error_of_whole, is_divisible, run_share,
-};
+use super::shares::{Share, ShareWeight, combine_outputs, divide, divide_buffers, error_of_whole, is_divisible};
 use crate::controller::TREES_MAX;
 use crate::controller::proto::{RailGrant, StripeOf, Striping, stripe_name};
 use crate::deadline::after;
@@ -275,7 +273,7 @@ impl Stripes {
         let results = thread::scope(|scope| {
             let spawn = |nth| thread::Builder::new().spawn_scoped(scope, move || run(nth)).ok();
             let threads: Vec<_> = (0..further.len()).map(spawn).collect();
-            let own = own.map(|mut buffers| run_share(main, part(&shares[0]), &mut buffers, options));
+            let own = own.map(|mut buffers| main.run_share(part(&shares[0]), &mut buffers, options));
             if let Some(Err(error)) = &own {
                 self.interrupt(error);
             }
@@ -309,7 +307,7 @@ impl Stripes {
         let stripe = share.tree - 1;
         let mut core = self.further[stripe].core.lock()?;
         self.state().note_call(stripe, core.calls_begun(), call);
-        run_share(&mut core, desc, &mut buffers, options)
+        core.run_share(desc, &mut buffers, options)
     }
 
     /// Shares have failed: return the error of the operation, and end all trees, unless it was rejected on all of them.

@@ -47,6 +47,7 @@ mod tests;
 mod trees;
 mod verify;
 
+pub use crate::schedule::tree::Child;
 pub use bound::{BoundKind, RateBound};
 pub(crate) use cable_times::CableTimes;
 pub use cost::{Bottleneck, FabricCosts, Prediction, Pricing, Size};
@@ -63,18 +64,8 @@ pub use verify::{Violation, verify, verify_trees};
 use crate::schedule::Shape;
 use crate::topo::{Fabric, HostId, LinkId, SwitchId};
 use index::FabricIndex;
-use serde::{Deserialize, Serialize};
 use std::sync::{Arc, OnceLock};
 use sumac_hal::ids::Rank;
-
-/// A child of a node: another node of the plan, or a rank.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub enum Child {
-    /// The node with this index in [`Plan::nodes`].
-    Node(usize),
-    /// A rank.
-    Rank(Rank),
-}
 
 /// A node of the tree.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -16,12 +16,21 @@
 use super::binomial::push_broadcast;
 use super::combinations::{self, Profile};
 use super::{Buffer, Landing, Layout, Local, Place, Recv, Region, Schedule, Send, Side, Span, Step};
-use crate::plan::{Child, Plan};
+use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::sync::Arc;
 use sumac_hal::ctrl::Order;
 use sumac_hal::ids::Rank;
 use thiserror::Error;
+
+/// A child of a node: another node, or a rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub enum Child {
+    /// The node with this index among the nodes ([`Plan::nodes`](crate::plan::Plan::nodes)).
+    Node(usize),
+    /// A rank.
+    Rank(Rank),
+}
 
 /// An aggregation tree with a declared order: an expression over ranks 0..ranks. Clones share it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -125,15 +134,6 @@ impl Tree {
     /// As for [`Self::new`].
     pub fn flat(ranks: u32, order: Order) -> Result<Self, TreeError> {
         Self::new(vec![(0..ranks).map(|rank| Child::Rank(Rank(rank))).collect()], ranks, order)
-    }
-
-    /// Create the tree of a plan.
-    ///
-    /// # Errors
-    /// As for [`Self::new`].
-    pub fn of_plan(plan: &Plan, order: Order) -> Result<Self, TreeError> {
-        let nodes = plan.nodes.iter().map(|node| node.children.clone()).collect();
-        Self::new(nodes, plan.ranks.len() as u32, order)
     }
 
     /// Return the number of ranks.

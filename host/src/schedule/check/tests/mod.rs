@@ -8,7 +8,7 @@ mod shapes;
 mod sizes;
 
 use super::*;
-use crate::plan::Child;
+use crate::schedule::tree::Child;
 use crate::schedule::{ALGORITHMS, Buffer, Landing, Layout, Pattern, pairwise};
 use proptest::prelude::*;
 use sumac_hal::ctrl::Order;
