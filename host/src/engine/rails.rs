@@ -1,7 +1,7 @@
 //! Joining rails ([`super::rail`]).
 //!
-//! Ranks join their rail after their communicator, and agree on what they select by: each property is the worst that any
-//! rail's tree has. So it is the same on all ranks, and if a rail has no tree, no rank takes `hybrid`.
+//! Ranks join their rail after their communicator, and agree on what they select by: each property is the worst that
+//! any rail's tree has. So it is the same on all ranks, and if a rail has no tree, no rank takes `hybrid`.
 //!
 //! Invariant: there are rails on all ranks, if every rank has joined one with a tree, or on none, and then each has a
 //! reason.
