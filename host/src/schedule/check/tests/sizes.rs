@@ -1,5 +1,8 @@
 //! Every algorithm proved for up to 1024 ranks, by samples of counts, roots and shapes, and its costs compared with the
 //! formulas: exactly, where they divide. Up to 64 ranks all are proved.
+//!
+//! Of 1000 ranks and more, those with many messages are proved if `SUMAC_TEST_ALL_SIZES` is set (`tests/run
+//! exhaustive`); otherwise one of each kind.
 
 use super::shapes::{grid, shaped};
 use super::*;
@@ -19,6 +22,11 @@ const LONG: [(u32, &str); 4] = [
     (1000, "hierarchical_ring::all_reduce"),
 ];
 
+/// Whether nothing is left out.
+fn proves_all() -> bool {
+    std::env::var_os("SUMAC_TEST_ALL_SIZES").is_some()
+}
+
 /// A shape of servers.
 fn servers(each: u32) -> Shape {
     Shape::Servers(NonZeroU32::new(each).expect("not 0"))
@@ -36,7 +44,7 @@ fn prove_at(ranks: u32, shape: Shape, algorithm: &Algorithm, nth: usize) -> bool
         let cost = algorithm.cost(ranks, shape, count);
         let messages = cost.messages + f64::from(ranks) * cost.extra_pieces;
         let is_short = match turn {
-            0 => ranks < 1000 || messages <= MESSAGES_MAX || LONG.contains(&(ranks, algorithm.name)),
+            0 => ranks < 1000 || messages <= MESSAGES_MAX || LONG.contains(&(ranks, algorithm.name)) || proves_all(),
             _ => messages <= MESSAGES_AGAIN_MAX,
         };
         if !is_short {
@@ -52,30 +60,51 @@ fn prove_at(ranks: u32, shape: Shape, algorithm: &Algorithm, nth: usize) -> bool
     is_proved
 }
 
-#[test]
-fn algorithms_are_correct_for_up_to_1024_ranks() {
-    for (ranks, least) in
-        [(100, ALGORITHMS.len()), (128, ALGORITHMS.len()), (256, ALGORITHMS.len()), (1000, 20), (1024, 20)]
-    {
-        let lines = ALGORITHMS.iter().enumerate();
-        let proved = lines.filter(|(nth, algorithm)| prove_at(ranks, Shape::Line, algorithm, *nth)).count();
-        assert!(proved >= least, "{proved} of {ranks} ranks");
+/// Prove the algorithms that need no shape, at least so many of them.
+fn prove_in_line(ranks: u32, least: usize) {
+    let lines = ALGORITHMS.iter().enumerate();
+    let proved = lines.filter(|(nth, algorithm)| prove_at(ranks, Shape::Line, algorithm, *nth)).count();
+    let least = if proves_all() { ALGORITHMS.len() } else { least };
+    assert!(proved >= least, "{proved} of {ranks} ranks");
+}
+
+/// Prove the algorithms that need a shape, at least such a share of them.
+fn prove_shaped(ranks: u32, shapes: &[Shape], least: f64) {
+    let least = if proves_all() { 1.0 } else { least };
+    for &shape in shapes {
+        let (all, proved) = (shaped().count(), shaped().filter(|of| prove_at(ranks, shape, of, 0)).count());
+        assert!(proved as f64 >= least * all as f64, "{proved} of {all} in {shape}");
     }
 }
 
 #[test]
-fn shaped_algorithms_are_correct_for_up_to_1024_ranks() {
-    let sizes = [
-        (100, vec![grid(&[10, 10]), servers(10)], 1.0),
-        (128, vec![grid(&[8, 16]), servers(8)], 1.0),
-        (256, vec![grid(&[16, 16]), grid(&[4, 4, 4, 4])], 1.0),
-        (1000, vec![grid(&[10, 100]), grid(&[10, 10, 10])], 0.4),
-        (1024, vec![grid(&[32, 32]), servers(8)], 0.4),
-    ];
-    for (ranks, shapes, least) in sizes {
-        for shape in shapes {
-            let (all, proved) = (shaped().count(), shaped().filter(|of| prove_at(ranks, shape, of, 0)).count());
-            assert!(proved as f64 >= least * all as f64, "{proved} of {all} in {shape}");
-        }
-    }
+fn algorithms_are_correct_for_up_to_256_ranks() {
+    [100, 128, 256].into_iter().for_each(|ranks| prove_in_line(ranks, ALGORITHMS.len()));
+}
+
+#[test]
+fn algorithms_are_correct_for_1000_ranks() {
+    prove_in_line(1000, 20);
+}
+
+#[test]
+fn algorithms_are_correct_for_1024_ranks() {
+    prove_in_line(1024, 20);
+}
+
+#[test]
+fn shaped_algorithms_are_correct_for_up_to_256_ranks() {
+    prove_shaped(100, &[grid(&[10, 10]), servers(10)], 1.0);
+    prove_shaped(128, &[grid(&[8, 16]), servers(8)], 1.0);
+    prove_shaped(256, &[grid(&[16, 16]), grid(&[4, 4, 4, 4])], 1.0);
+}
+
+#[test]
+fn shaped_algorithms_are_correct_for_1000_ranks() {
+    prove_shaped(1000, &[grid(&[10, 100]), grid(&[10, 10, 10])], 0.4);
+}
+
+#[test]
+fn shaped_algorithms_are_correct_for_1024_ranks() {
+    prove_shaped(1024, &[grid(&[32, 32]), servers(8)], 0.4);
 }
