@@ -2,6 +2,7 @@
 
 mod algorithm;
 mod drawing;
+mod hybrid;
 
 use crate::exit::Failure;
 use crate::fabric::{FabricArgs, HostArgs, read_text, routes, with_devices};

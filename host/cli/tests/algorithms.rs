@@ -7,7 +7,7 @@ use serde_json::Value;
 use std::path::Path;
 
 /// The drawings of the guide: an algorithm, its collective, and how eight ranks lie.
-const DRAWINGS: [(&str, &str, &str); 24] = [
+const DRAWINGS: [(&str, &str, &str); 25] = [
     ("ring", "all_reduce", "line"),
     ("hd", "all_reduce", "line"),
     ("rd", "all_reduce", "line"),
@@ -26,6 +26,7 @@ const DRAWINGS: [(&str, &str, &str); 24] = [
     ("2d-torus", "all_reduce", "2x4"),
     ("2d-mesh", "all_reduce", "2x4"),
     ("hier-ring", "all_reduce", "servers:4"),
+    ("hybrid", "all_reduce", "servers:4"),
     ("chain", "all_reduce", "line"),
     ("bruck", "all_gather", "line"),
     ("pat", "all_gather", "line"),
@@ -71,6 +72,22 @@ fn json_has_each_message_and_the_busiest_links() {
     assert_eq!(json["links"], serde_json::json!({"busiest": [2, 2, 2, 2], "congestion": 8}));
 }
 
+#[test]
+fn hybrid_is_printed_with_the_trees_of_its_rails() {
+    let args = ["plan", "--algo=hybrid", "--ranks=4", "--shape=servers:2", "--count=5"];
+    let expected = "hybrid: all_reduce of 5 elements, 4 ranks, servers:2\n\
+                    2 steps inside servers and 2 trees, which carry 3 elements at most; 8 messages in all\n\
+                    step  1  0->1 +2-4  1->0 +0-1  2->3 +2-4  3->2 +0-1\n\
+                    trees    0,2 +0-1  1,3 +2-4\n\
+                    step  2  0->1 0-1  1->0 2-4  2->3 0-1  3->2 2-4\n";
+    assert_eq!(printed(&args), expected);
+    let json: Value = serde_json::from_str(&printed(&[&args[..], &["--json"]].concat())).expect("JSON");
+    assert_eq!(json["steps"].as_array().map(Vec::len), Some(2));
+    let rail = |ranks: [u32; 2], first: u32, elements: u32| serde_json::json!({"ranks": ranks, "first": first, "elements": elements});
+    let expected = serde_json::json!({"after_steps": 1, "rails": [rail([0, 2], 0, 2), rail([1, 3], 2, 3)]});
+    assert_eq!(json["trees"], expected);
+}
+
 /// Each line of the table: the algorithm, its steps, what its busiest rank sends, and what the busiest links carry.
 fn table(args: &[&str]) -> Vec<(String, [f64; 3])> {
     let text = printed(&[&["plan", "--algo", "all"], args].concat());
@@ -109,11 +126,14 @@ fn algorithms_of_too_many_messages_are_not_counted() {
 
 #[test]
 fn invalid_request_is_refused_with_what_is_possible() {
-    let refused: [(&[&str], &str); 9] = [
+    let refused: [(&[&str], &str); 12] = [
         (&["plan", "--algo=quick"], "possible values: ring, hd"),
         (&["plan", "--algo=tree"], "possible values"),
         (&["plan", "--algo=van-de-geijn"], "there is no all_reduce by it, but broadcast"),
         (&["plan", "--algo=2d-ring"], "set --shape, as 2x4"),
+        (&["plan", "--algo=hybrid", "--ranks=4"], "set --shape, as servers:4"),
+        (&["plan", "--algo=hybrid", "--shape=servers:4", "--links=torus"], "its trees are in the network"),
+        (&["plan", "--algo=hybrid", "--shape=servers:4", "--collective=reduce"], "there is no reduce by it"),
         (&["plan", "--algo=ring", "--ranks=6", "--shape=2x4"], "2x4 does not fit 6 ranks"),
         (&["plan", "--algo=ring", "--root=8"], "ranks count from 0 to 7"),
         (&["plan", "--algo=ring", "--ranks=500"], "at most 16384 are printed"),

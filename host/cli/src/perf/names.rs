@@ -76,10 +76,10 @@ pub(super) fn algo_parser() -> impl TypedValueParser<Value = Choice<Algo>> {
     parser_of(each.chain([("all", Ok(Choice::All))]))
 }
 
-/// Parse the name of an algorithm between hosts, or `all`.
+/// Parse the name of an algorithm with messages between hosts, or `all`.
 pub(crate) fn algorithm_parser() -> impl TypedValueParser<Value = Choice<Path>> {
     let mut paths = Vec::new();
-    ALGORITHMS.iter().map(Algorithm::path).for_each(|path| {
+    ALGORITHMS.iter().map(Algorithm::path).chain([Path::Hybrid]).for_each(|path| {
         if !paths.contains(&path) {
             paths.push(path);
         }

@@ -11,7 +11,7 @@ use std::str::FromStr;
 use sumac::schedule::loads::{Dragonfly, FatTree, FullMesh, Grid, Loads, Topology};
 use sumac::schedule::rounds::{Message, rounds};
 use sumac::schedule::tree::Tree;
-use sumac::schedule::{ALGORITHMS, Algorithm, Cost, Place, Problem, Schedule, Shape};
+use sumac::schedule::{ALGORITHMS, Algorithm, Cost, Place, Problem, Schedule, Shape, Span};
 use sumac_hal::ctrl::Order;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Collective, Path};
@@ -25,14 +25,14 @@ pub(crate) struct AlgorithmArgs {
     pub(super) algo: Option<Choice<Path>>,
     /// Collective of --algo
     #[arg(long, value_name = "NAME", default_value = "all_reduce", value_parser = collective_parser(), requires = "algo")]
-    collective: Collective,
+    pub(super) collective: Collective,
     /// Number of ranks of --algo
     #[arg(long, value_name = "N", default_value_t = 8, requires = "algo",
           value_parser = clap::value_parser!(u32).range(1..=i64::from(RANKS_MAX)))]
-    ranks: u32,
+    pub(super) ranks: u32,
     /// Number of elements of --algo [default: one for each rank, or more where it divides them twice]
     #[arg(long, value_name = "N", requires = "algo", value_parser = clap::value_parser!(u64).range(0..=COUNT_MAX))]
-    count: Option<u64>,
+    pub(super) count: Option<u64>,
     /// Root of the collective of --algo
     #[arg(long, value_name = "RANK", default_value_t = 0, requires = "algo")]
     root: u32,
@@ -42,7 +42,7 @@ pub(crate) struct AlgorithmArgs {
     /// Count what --algo loads onto each link: torus or mesh, of the dimensions of the shape, full-mesh,
     /// dragonfly:GROUP, with +OFFSET where rank 0 is not the first of its group, or fat-tree:LEAFxSPINES
     #[arg(long, value_name = "TOPOLOGY", requires = "algo")]
-    links: Option<Links>,
+    pub(super) links: Option<Links>,
     /// Draw the messages of --algo as SVG
     #[arg(long, requires = "algo", conflicts_with_all = ["json", "links"])]
     svg: bool,
@@ -76,7 +76,7 @@ const COUNTED_MESSAGES_MAX: f64 = 1_048_576.0;
 
 /// Links between ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Links {
+pub(super) enum Links {
     Torus,
     Mesh,
     FullMesh,
@@ -130,6 +130,24 @@ impl Links {
     }
 }
 
+/// What happens at the same time.
+#[derive(Debug)]
+pub(super) enum Row {
+    /// A step of messages.
+    Messages(Vec<Message>),
+    /// Reductions in the network.
+    Trees(Vec<Rail>),
+}
+
+/// The reduction of a rail's block in the rail's tree.
+#[derive(Debug)]
+pub(super) struct Rail {
+    /// Its ranks.
+    pub(super) ranks: Vec<u32>,
+    /// The elements that it reduces.
+    pub(super) part: Span,
+}
+
 /// An algorithm's messages, as JSON has them.
 #[derive(Debug, Serialize)]
 struct Printed<'a> {
@@ -139,6 +157,8 @@ struct Printed<'a> {
     shape: String,
     count: usize,
     steps: Vec<Vec<PrintedMessage>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    trees: Option<PrintedTrees<'a>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     links: Option<PrintedLinks<'a>>,
 }
@@ -151,6 +171,20 @@ struct PrintedMessage {
     /// The first of them, if they are elements of the collective.
     first: Option<usize>,
     combined: bool,
+}
+
+/// Trees that reduce at the same time, after so many steps.
+#[derive(Debug, Serialize)]
+struct PrintedTrees<'a> {
+    after_steps: usize,
+    rails: Vec<PrintedRail<'a>>,
+}
+
+#[derive(Debug, Serialize)]
+struct PrintedRail<'a> {
+    ranks: &'a [u32],
+    elements: usize,
+    first: usize,
 }
 
 #[derive(Debug, Serialize)]
@@ -174,6 +208,7 @@ impl AlgorithmArgs {
             (Choice::All, _) => {
                 Err(Failure::Input(anyhow!("--algo all: compares loads, so it needs --links, without --json")))
             }
+            (Choice::One(Path::Hybrid), _) => self.print_hybrid(is_json),
             (Choice::One(path), _) => self.print(self.algorithm(path).map_err(Failure::Input)?, is_json),
         }
     }
@@ -239,47 +274,74 @@ impl AlgorithmArgs {
     /// Print or draw one algorithm.
     fn print(&self, algorithm: &'static Algorithm, is_json: bool) -> Result<String, Failure> {
         let (tree, cost) = (self.tree()?, self.cost(algorithm));
-        let pieces = self.pieces(&cost);
-        if pieces > MESSAGES_MAX {
-            let (name, ranks) = (algorithm.path().name(), self.ranks);
-            return Err(Failure::Input(anyhow!(
-                "{name} of {ranks} ranks has {pieces} messages; at most {MESSAGES_MAX} are printed: use fewer --ranks, or \
-                 --algo all with --links for the loads alone"
-            )));
-        }
-        let schedules: Vec<_> = self.schedules(algorithm, &tree).collect();
-        let Some(steps) = rounds(&schedules, self.count(algorithm)) else {
-            return Err(Failure::run(anyhow!("{algorithm:?}: a message is never received")));
-        };
-        let title = self.title(algorithm);
-        if self.svg {
-            return Ok(drawing::draw(&title, self.ranks, &steps));
-        }
-        let loads = self.links.map(|links| self.loads(algorithm, links, &tree));
-        if is_json {
-            return self.json(algorithm, &steps, loads.as_ref());
-        }
-        let mut text = format!(
-            "{title}\n{} steps; the busiest rank sends {} elements and combines {}; {} messages in all\n",
+        self.check_printable(algorithm.path(), self.pieces(&cost))?;
+        let (schedules, count): (Vec<_>, _) = (self.schedules(algorithm, &tree).collect(), self.count(algorithm));
+        let steps = steps_of(&schedules, count)?;
+        let summary = format!(
+            "{} steps; the busiest rank sends {} elements and combines {}; {} messages in all",
             steps.len(),
             cost.sent_elements.round(),
             cost.reduced_elements.round(),
             steps.iter().map(Vec::len).sum::<usize>()
         );
-        for (nth, step) in steps.iter().enumerate() {
-            let messages: Vec<_> = step.iter().map(describe).collect();
-            let _ = writeln!(text, "step {:>2}  {}", nth + 1, messages.join("  "));
+        let loads = self.links.map(|links| self.loads(algorithm, links, &tree));
+        let rows: Vec<_> = steps.into_iter().map(Row::Messages).collect();
+        self.render((algorithm.path(), count), &rows, &summary, loads.as_ref(), is_json)
+    }
+
+    /// Check that an algorithm has no more messages than are printed.
+    pub(super) fn check_printable(&self, path: Path, messages: f64) -> Result<(), Failure> {
+        if messages <= MESSAGES_MAX {
+            return Ok(());
+        }
+        let (name, ranks) = (path.name(), self.ranks);
+        Err(Failure::Input(anyhow!(
+            "{name} of {ranks} ranks has {messages} messages; at most {MESSAGES_MAX} are printed: use fewer --ranks, or \
+             --algo all with --links for the loads alone"
+        )))
+    }
+
+    /// Print or draw what an algorithm does with `count` elements.
+    pub(super) fn render(
+        &self,
+        (path, count): (Path, usize),
+        rows: &[Row],
+        summary: &str,
+        loads: Option<&Loads>,
+        is_json: bool,
+    ) -> Result<String, Failure> {
+        let title = self.title(path, count);
+        if self.svg {
+            return Ok(drawing::draw(&title, self.ranks, rows));
+        }
+        if is_json {
+            return self.json((path, count), rows, loads);
+        }
+        let mut text = format!("{title}\n{summary}\n");
+        let mut steps = 0;
+        for row in rows {
+            let _ = match row {
+                Row::Messages(step) => {
+                    steps += 1;
+                    let messages: Vec<_> = step.iter().map(describe).collect();
+                    writeln!(text, "step {steps:>2}  {}", messages.join("  "))
+                }
+                Row::Trees(rails) => {
+                    let rails: Vec<_> = rails.iter().map(describe_rail).collect();
+                    writeln!(text, "trees    {}", rails.join("  "))
+                }
+            };
         }
         if let Some(loads) = loads {
             let busiest: Vec<_> = loads.busiest().map(|elements| elements.to_string()).collect();
-            let (sum, times) = (loads.congestion(), self.relative(algorithm, &loads));
+            let (sum, times) = (loads.congestion(), relative(count, loads));
             let _ = writeln!(text, "busiest link of each step: {}", busiest.join(" "));
             let _ = writeln!(text, "together {sum} elements, {times:.3} times all");
         }
         Ok(text)
     }
 
-    fn json(&self, algorithm: &Algorithm, steps: &[Vec<Message>], loads: Option<&Loads>) -> Result<String, Failure> {
+    fn json(&self, (path, count): (Path, usize), rows: &[Row], loads: Option<&Loads>) -> Result<String, Failure> {
         let printed = |message: &Message| PrintedMessage {
             from: message.from.0,
             to: message.to.0,
@@ -287,15 +349,21 @@ impl AlgorithmArgs {
             first: message.part.map(|part| part.start),
             combined: message.combines,
         };
+        let steps = rows.iter().filter_map(|row| if let Row::Messages(step) = row { Some(step) } else { None });
+        let trees = rows.iter().enumerate().find_map(|(after_steps, row)| match row {
+            Row::Trees(rails) => Some(PrintedTrees { after_steps, rails: rails.iter().map(PrintedRail::of).collect() }),
+            Row::Messages(_) => None,
+        });
         let busiest: Option<Vec<u64>> = loads.map(|loads| loads.busiest().collect());
         let links = busiest.as_ref().map(|busiest| PrintedLinks { busiest, congestion: busiest.iter().sum() });
         let text = serde_json::to_string_pretty(&Printed {
-            algo: algorithm.path().name(),
+            algo: path.name(),
             collective: self.collective.name(),
             ranks: self.ranks,
             shape: self.shape().to_string(),
-            count: self.count(algorithm),
-            steps: steps.iter().map(|step| step.iter().map(printed).collect()).collect(),
+            count,
+            steps: steps.map(|step| step.iter().map(printed).collect()).collect(),
+            trees,
             links,
         });
         Ok(text.map_err(std::io::Error::from)? + "\n")
@@ -327,23 +395,34 @@ impl AlgorithmArgs {
                 let _ = writeln!(text, "{name:<14} not counted: {pieces} messages, of at most {COUNTED_MESSAGES_MAX}");
                 continue;
             }
-            let times = self.relative(algorithm, &self.loads(algorithm, links, &tree));
+            let times = relative(self.count(algorithm), &self.loads(algorithm, links, &tree));
             let sent = cost.sent_elements / (self.count(algorithm).max(1) as f64);
             let _ = writeln!(text, "{name:<14} {:>7} {sent:>13.3} {times:>14.3}", cost.steps);
         }
         Ok(text)
     }
 
-    /// What the busiest links carry, as a multiple of the elements.
-    fn relative(&self, algorithm: &Algorithm, loads: &Loads) -> f64 {
-        loads.congestion() as f64 / self.count(algorithm).max(1) as f64
-    }
-
-    fn title(&self, algorithm: &Algorithm) -> String {
-        let (name, collective) = (algorithm.path().name(), self.collective.name());
+    fn title(&self, path: Path, count: usize) -> String {
+        let (name, collective) = (path.name(), self.collective.name());
         let shape = if self.shape() == Shape::Line { String::new() } else { format!(", {}", self.shape()) };
-        format!("{name}: {collective} of {} elements, {} ranks{shape}", self.count(algorithm), self.ranks)
+        format!("{name}: {collective} of {count} elements, {} ranks{shape}", self.ranks)
     }
+}
+
+impl<'a> PrintedRail<'a> {
+    fn of(rail: &'a Rail) -> Self {
+        Self { ranks: &rail.ranks, elements: rail.part.len, first: rail.part.start }
+    }
+}
+
+/// The messages of all ranks' schedules of `count` elements, step by step.
+pub(super) fn steps_of(schedules: &[Schedule], count: usize) -> Result<Vec<Vec<Message>>, Failure> {
+    rounds(schedules, count).ok_or_else(|| Failure::run(anyhow!("a message of a schedule is never received")))
+}
+
+/// What the busiest links carry, as a multiple of the elements.
+fn relative(count: usize, loads: &Loads) -> f64 {
+    loads.congestion() as f64 / count.max(1) as f64
 }
 
 /// Say who sends what: `+` where the receiver combines it.
@@ -352,13 +431,27 @@ fn describe(message: &Message) -> String {
     format!("{}->{} {sign}{}", message.from.0, message.to.0, elements(message))
 }
 
+/// Say what a tree reduces, among whom.
+fn describe_rail(rail: &Rail) -> String {
+    let ranks: Vec<_> = rail.ranks.iter().map(ToString::to_string).collect();
+    format!("{} +{}", ranks.join(","), span(rail.part))
+}
+
 /// Name the elements of a message: the first and the last, or how many there are.
 pub(super) fn elements(message: &Message) -> String {
     match (message.part, message.elements) {
         (_, 0) => "-".into(),
-        (Some(part), 1) => part.start.to_string(),
-        (Some(part), _) => format!("{}-{}", part.start, part.end() - 1),
+        (Some(part), _) => span(part),
         (None, count) => format!("({count})"),
+    }
+}
+
+/// Name elements: the first and the last.
+pub(super) fn span(part: Span) -> String {
+    match part.len {
+        0 => "-".into(),
+        1 => part.start.to_string(),
+        _ => format!("{}-{}", part.start, part.end() - 1),
     }
 }
 

@@ -1,6 +1,6 @@
-//! Draws the messages of a collective as SVG: a line for each rank, time downward, an arrow for each message.
+//! Draws a collective as SVG: a line for each rank, time downward, an arrow for each message, a bar for each tree.
 
-use super::algorithm::elements;
+use super::algorithm::{Rail, Row, elements, span};
 use std::fmt::Write as _;
 use sumac::schedule::rounds::Message;
 
@@ -9,6 +9,8 @@ const COLUMN: u32 = 72;
 const LEFT: u32 = 88;
 const STEP: u32 = 52;
 const TOP: u32 = 76;
+/// Pixels between trees that reduce at the same time, and around them.
+const TREE: u32 = 26;
 
 /// Ranks with more messages in a step have no room for what they carry.
 const LABELLED_MAX: usize = 2;
@@ -38,13 +40,26 @@ text { fill: #f0f6fc }
 }
 </style>";
 
-/// Draw messages, step by step.
-pub(super) fn draw(title: &str, ranks: u32, steps: &[Vec<Message>]) -> String {
-    let (width, height) = (LEFT + COLUMN * ranks.max(4), TOP + STEP * steps.len() as u32 + 44);
+/// The same of trees.
+const TREE_STYLE: &str = "<style>
+.tree { stroke: #0969da; stroke-width: 4; stroke-linecap: round }
+.member { fill: #0969da }
+@media (prefers-color-scheme: dark) {
+.tree { stroke: #4493f8 }
+.member { fill: #4493f8 }
+}
+</style>
+";
+
+/// Draw what happens, step by step.
+pub(super) fn draw(title: &str, ranks: u32, rows: &[Row]) -> String {
+    let bottom = TOP + rows.iter().map(height).sum::<u32>();
+    let tree_style = if rows.iter().any(|row| matches!(row, Row::Trees(_))) { TREE_STYLE } else { "" };
+    let (width, height_px) = (LEFT + COLUMN * ranks.max(4), bottom + 44);
     let mut svg = format!(
-        "<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}' viewBox='0 0 {width} {height}' \
+        "<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height_px}' viewBox='0 0 {width} {height_px}' \
          role='img'>\n<title>{title}</title>\n<desc>A line for each rank, time downward. An arrow is a message, with the \
-         elements that it carries.</desc>\n{STYLE}\n<defs>\n"
+         elements that it carries.</desc>\n{STYLE}\n{tree_style}<defs>\n"
     );
     for kind in ["move", "sum"] {
         let _ = writeln!(
@@ -54,30 +69,66 @@ pub(super) fn draw(title: &str, ranks: u32, steps: &[Vec<Message>]) -> String {
         );
     }
     let _ = writeln!(svg, "</defs>\n<text class='title' x='12' y='22'>{title}</text>");
-    let bottom = TOP + STEP * steps.len() as u32;
     for rank in 0..ranks {
         let x = column(rank);
         let _ = writeln!(svg, "<line class='life' x1='{x}' y1='{TOP}' x2='{x}' y2='{bottom}'/>");
         let _ = writeln!(svg, "<circle class='rank' cx='{x}' cy='{}' r='14'/>", TOP - 22);
         let _ = writeln!(svg, "<text x='{x}' y='{}'>{rank}</text>", TOP - 18);
     }
-    for (nth, step) in steps.iter().enumerate() {
-        let y = TOP + STEP * nth as u32;
-        let _ = writeln!(svg, "<text class='step' x='12' y='{}'>step {}</text>", y + STEP / 2 + 4, nth + 1);
-        step.iter().for_each(|message| arrow(&mut svg, message, y));
-        let sent_by = |rank| step.iter().filter(|message| message.from == rank).count();
-        let is_between = |message: &Message, other: &Message| (message.from, message.to) == (other.from, other.to);
-        // After all arrows, so that none crosses them; several messages of two ranks together.
-        for (nth, message) in step.iter().enumerate() {
-            let is_first = !step[..nth].iter().any(|other| is_between(other, message));
-            if is_first && sent_by(message.from) <= LABELLED_MAX {
-                let together = step[nth..].iter().filter(|other| is_between(other, message) && other.elements > 0);
-                label(&mut svg, message, y, &together.map(elements).collect::<Vec<_>>().join(", "));
+    let (mut y, mut steps) = (TOP, 0);
+    for row in rows {
+        let middle = y + height(row) / 2 + 4;
+        match row {
+            Row::Messages(messages) => {
+                steps += 1;
+                let _ = writeln!(svg, "<text class='step' x='12' y='{middle}'>step {steps}</text>");
+                draw_messages(&mut svg, messages, y);
+            }
+            Row::Trees(rails) => {
+                let _ = writeln!(svg, "<text class='step' x='12' y='{middle}'>trees</text>");
+                draw_trees(&mut svg, rails, y);
             }
         }
+        y += height(row);
     }
     key(&mut svg, bottom + 28);
     svg + "</svg>\n"
+}
+
+/// The pixels that a row takes.
+const fn height(row: &Row) -> u32 {
+    match row {
+        Row::Messages(_) => STEP,
+        Row::Trees(rails) => TREE * (rails.len() as u32 + 1),
+    }
+}
+
+/// Draw the messages of a step from `y` on.
+fn draw_messages(svg: &mut String, step: &[Message], y: u32) {
+    step.iter().for_each(|message| arrow(svg, message, y));
+    let sent_by = |rank| step.iter().filter(|message| message.from == rank).count();
+    let is_between = |message: &Message, other: &Message| (message.from, message.to) == (other.from, other.to);
+    // After all arrows, so that none crosses them; several messages of two ranks together.
+    for (nth, message) in step.iter().enumerate() {
+        let is_first = !step[..nth].iter().any(|other| is_between(other, message));
+        if is_first && sent_by(message.from) <= LABELLED_MAX {
+            let together = step[nth..].iter().filter(|other| is_between(other, message) && other.elements > 0);
+            label(svg, message, y, &together.map(elements).collect::<Vec<_>>().join(", "));
+        }
+    }
+}
+
+/// Draw trees, one below the other from `y` on, with a dot at each of its ranks.
+fn draw_trees(svg: &mut String, rails: &[Rail], y: u32) {
+    for (rail, y) in rails.iter().zip((1..).map(|nth| y + TREE * nth)) {
+        let ends = [rail.ranks.first(), rail.ranks.last()].map(|rank| column(*rank.unwrap_or(&0)));
+        let _ = writeln!(svg, "<line class='tree' x1='{}' y1='{y}' x2='{}' y2='{y}'/>", ends[0], ends[1]);
+        for &rank in &rail.ranks {
+            let _ = writeln!(svg, "<circle class='member' cx='{}' cy='{y}' r='5'/>", column(rank));
+        }
+        let words = span(rail.part);
+        let _ = writeln!(svg, "<text class='part' x='{}' y='{}'>{words}</text>", ends[0] + COLUMN / 2, y + 4);
+    }
 }
 
 const fn column(rank: u32) -> u32 {
