@@ -126,12 +126,13 @@ fn algorithms_of_too_many_messages_are_not_counted() {
 
 #[test]
 fn invalid_request_is_refused_with_what_is_possible() {
-    let refused: [(&[&str], &str); 12] = [
+    let refused: [(&[&str], &str); 13] = [
         (&["plan", "--algo=quick"], "possible values: ring, hd"),
         (&["plan", "--algo=tree"], "possible values"),
         (&["plan", "--algo=van-de-geijn"], "there is no all_reduce by it, but broadcast"),
         (&["plan", "--algo=2d-ring"], "set --shape, as 2x4"),
         (&["plan", "--algo=hybrid", "--ranks=4"], "set --shape, as servers:4"),
+        (&["plan", "--algo=hybrid", "--ranks=4096", "--shape=servers:2048"], "are printed: use fewer --ranks\n"),
         (&["plan", "--algo=hybrid", "--shape=servers:4", "--links=torus"], "its trees are in the network"),
         (&["plan", "--algo=hybrid", "--shape=servers:4", "--collective=reduce"], "there is no reduce by it"),
         (&["plan", "--algo=ring", "--ranks=6", "--shape=2x4"], "2x4 does not fit 6 ranks"),

@@ -274,7 +274,8 @@ impl AlgorithmArgs {
     /// Print or draw one algorithm.
     fn print(&self, algorithm: &'static Algorithm, is_json: bool) -> Result<String, Failure> {
         let (tree, cost) = (self.tree()?, self.cost(algorithm));
-        self.check_printable(algorithm.path(), self.pieces(&cost))?;
+        let loads_alone = ", or --algo all with --links for the loads alone";
+        self.check_printable(algorithm.path(), self.pieces(&cost), loads_alone)?;
         let (schedules, count): (Vec<_>, _) = (self.schedules(algorithm, &tree).collect(), self.count(algorithm));
         let steps = steps_of(&schedules, count)?;
         let summary = format!(
@@ -289,15 +290,14 @@ impl AlgorithmArgs {
         self.render((algorithm.path(), count), &rows, &summary, loads.as_ref(), is_json)
     }
 
-    /// Check that an algorithm has no more messages than are printed.
-    pub(super) fn check_printable(&self, path: Path, messages: f64) -> Result<(), Failure> {
+    /// Check that an algorithm has no more messages than are printed; `or` says what else can be done.
+    pub(super) fn check_printable(&self, path: Path, messages: f64, or: &str) -> Result<(), Failure> {
         if messages <= MESSAGES_MAX {
             return Ok(());
         }
         let (name, ranks) = (path.name(), self.ranks);
         Err(Failure::Input(anyhow!(
-            "{name} of {ranks} ranks has {messages} messages; at most {MESSAGES_MAX} are printed: use fewer --ranks, or \
-             --algo all with --links for the loads alone"
+            "{name} of {ranks} ranks has {messages} messages; at most {MESSAGES_MAX} are printed: use fewer --ranks{or}"
         )))
     }
 

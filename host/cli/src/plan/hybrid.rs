@@ -22,7 +22,7 @@ impl AlgorithmArgs {
         let Some([servers, each]) = hybrid::servers(self.shape(), self.ranks) else {
             return refuse("it needs several servers of several ranks; set --shape, as servers:4".into());
         };
-        self.check_printable(Path::Hybrid, f64::from(self.ranks) * 2.0 * f64::from(each - 1))?;
+        self.check_printable(Path::Hybrid, f64::from(self.ranks) * 2.0 * f64::from(each - 1), "")?;
         let count = usize::try_from(self.count.unwrap_or_else(|| self.ranks.into())).unwrap_or(usize::MAX);
         let part = |make: fn(Place, usize, u32) -> _| {
             let schedules: Vec<_> = Place::all(self.ranks).map(|place| make(place, count, each)).collect();
