@@ -19,9 +19,10 @@
 use super::auth::{Purpose, shared_key, shared_name};
 use super::error::{Call, ExecError};
 use super::frame::Header;
+use super::link::State;
 use super::mesh::Mesh;
-use super::run::{Failure, Run, open};
-use crate::schedule::{Place, Region, Send, Span};
+use super::run::{Failure, HasPeer, Run, open};
+use crate::schedule::{Place, Recv, Region, Send, Span};
 use std::time::Duration;
 use sumac_hal::ids::{ChildIndex, GroupId, Rank};
 use sumac_hal::op::{Collective, OpDesc, Path};
@@ -214,6 +215,9 @@ impl Run<'_> {
         for slot in 0..self.step.recvs.len() {
             moved |= !self.mesh.recvs[slot].done && self.read_post(slot)?;
         }
+        if !moved {
+            self.check_ended()?;
+        }
         let is_over = self.step.step().has_messages() && self.is_step_done();
         if is_over {
             self.mesh.finish_round(self.step.recvs.len());
@@ -221,6 +225,15 @@ impl Run<'_> {
             self.mesh.ring_all();
         }
         Ok(moved)
+    }
+
+    /// Fail if a rank that the step needs was gone before: its connection, which an earlier operation has found closed,
+    /// tells nothing again. Whatever it posted was on the board by then.
+    fn check_ended(&self) -> Result<(), ExecError> {
+        let has_ended = |peer: &Rank| matches!(self.mesh.links[peer.0 as usize].state, State::Ended);
+        let senders = open(&self.step.recvs, &self.mesh.recvs).map(Recv::peer);
+        let mut ended = senders.chain(open(&self.step.sends, &self.mesh.sends).map(Send::peer)).filter(has_ended);
+        ended.next().map_or(Ok(()), |rank| Err(ExecError::RankLost { rank }))
     }
 
     fn post(&mut self) -> bool {

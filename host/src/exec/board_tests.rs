@@ -267,6 +267,35 @@ fn rank_that_leaves_after_its_post_is_no_error_and_before_it_is_named() {
     assert_eq!(sum(&mut stays, first + 1, 3), Err(ExecError::RankLost { rank: Rank(1) }));
 }
 
+/// An earlier operation has found its connection closed, which is not found again.
+#[test]
+fn rank_known_to_have_left_is_named_by_the_next_operation_that_needs_it() {
+    let operations: [Other; 3] = [
+        |mesh, op_index| sum(mesh, op_index, 3).map(|_| ()),
+        barrier,
+        |mesh, op_index| {
+            let schedule = one_shot::broadcast(mesh.place(), 8, Rank(1));
+            run(mesh, op_index, OpDesc::broadcast(Dtype::U8, Rank(1), 8), &schedule, &mut [0; 8][..])
+        },
+    ];
+    for operation in operations {
+        let (mut meshes, first) = on_board(2);
+        drop(meshes.pop());
+        meshes[0].links[1].state = link::State::Ended;
+        assert_eq!(operation(&mut meshes[0], first), Err(ExecError::RankLost { rank: Rank(1) }));
+    }
+    // A root that only sends: until there is no room for what the other one never reads.
+    let (mut meshes, first) = on_board(2);
+    drop(meshes.pop());
+    meshes[0].links[1].state = link::State::Ended;
+    let root = |op_index| {
+        let (desc, place) = (OpDesc::broadcast(Dtype::U8, Rank(0), 8), meshes[0].place());
+        run(&mut meshes[0], op_index, desc, &one_shot::broadcast(place, 8, Rank(0)), &mut [1; 8][..])
+    };
+    let ahead = 2 * Board::ROUNDS_AHEAD;
+    assert_eq!((first..first + ahead).try_for_each(root), Err(ExecError::RankLost { rank: Rank(1) }));
+}
+
 #[test]
 fn abort_of_a_rank_reaches_those_on_the_board() {
     struct GivesUp(Instant);
