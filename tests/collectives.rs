@@ -4,13 +4,17 @@ mod common;
 
 use common::{Cluster, plain};
 use std::time::Duration;
+use sumac::controller::ControllerConfig;
 use sumac::schedule::Shape;
+use sumac::select::CostTable;
 use sumac::testing::{LocalCluster, LocalClusterConfig};
 use sumac::{
     Algo, BUCKET_BYTES, Buffers, CallOptions, Cart, Collective, Communicator, Dtype, Error, JoinConfig, OpDesc, Order,
     Path, ReduceOp,
 };
 use sumac_hal::ids::Rank;
+
+const BY_RELAYS: &str = "[[override]]\ncollective = \"all_to_all_v\"\npath = \"hier-pairwise\"\n";
 
 /// Return element `i` of a rank's input. Sums of eight inputs wrap, so that errors do not cancel out.
 fn value(rank: u32, i: usize) -> u32 {
@@ -276,6 +280,24 @@ fn messages_and_uneven_blocks() {
         assert_eq!(output, wanted);
         comm.leave();
     });
+}
+
+#[test]
+fn override_sends_uneven_blocks_through_relays_where_there_are_servers() {
+    let table = CostTable::emulated().with_overrides(BY_RELAYS).expect("an override file");
+    let cluster = Cluster::start_with(1, 4, 1, ControllerConfig { table, ..ControllerConfig::new() });
+    for (shape, expected) in [("servers:2", Path::HierarchicalPairwise), ("line", Path::Pairwise)] {
+        let configure = |config: &mut JoinConfig| config.set("shape", shape).expect("a shape");
+        cluster.run(&shape.replace(':', "-"), 4, configure, |comm| {
+            let own = comm.rank() as usize;
+            let (sent, input) = ([0, 1, 2, 3], [comm.rank(); 6]);
+            let mut output = vec![9; 4 * own];
+            let outcome = comm.all_to_all_v((&input, &sent), (&mut output, &[own; 4])).expect("an exchange");
+            assert_eq!(outcome.path, expected, "{shape}");
+            assert!(output.iter().enumerate().all(|(at, &from)| from as usize == at / own), "{output:?}");
+            comm.leave();
+        });
+    }
 }
 
 #[test]

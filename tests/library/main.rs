@@ -9,6 +9,7 @@ mod messages;
 mod prepared;
 mod programs;
 mod progress;
+mod relays;
 mod started;
 #[path = "../../host/examples/train.rs"]
 mod train;

@@ -13,7 +13,8 @@ use super::task::check_scalar;
 use crate::exec::Buffers;
 use crate::exec::board::is_for_board;
 use crate::schedule::Schedule;
-use crate::select::Algo;
+use crate::schedule::hierarchical_pairwise::relayed;
+use crate::select::{Algo, RuledOut};
 use crate::transport::memory::Transfer;
 use crate::transport::packets::{MAX_OPS, OpId};
 use std::sync::Arc;
@@ -235,7 +236,7 @@ impl Core {
         options: &CallOptions,
     ) -> Result<Outcome, Error> {
         self.check_usable()?;
-        let schedule = self.uneven_schedule((&desc, options), counts)?;
+        let (path, schedule) = self.uneven_schedule((&desc, options), counts)?;
         let extent = Extent::of_layout(schedule.layout(), &desc);
         extent.check(&desc, &buffers)?;
         let scaled = premultiply(&desc, &extent, &buffers, options)?;
@@ -249,9 +250,9 @@ impl Core {
         let begins = self.make_room(deadline).and_then(|()| self.begin_call(deadline));
         let begins = begins.and_then(|()| self.finish_started(deadline));
         let result = begins.and_then(|()| {
-            let chosen = self.uneven_choice();
+            let chosen = self.uneven_choice(path);
             let announced = self.data.announce(&desc, &chosen, limit)?;
-            self.run_announced((&desc, chosen.path), &schedule, buffers, announced, deadline)?;
+            self.run_by_counts((&desc, path, counts), &schedule, buffers, announced, deadline)?;
             Ok(chosen)
         });
         let result = result.map_err(|error| {
@@ -262,22 +263,54 @@ impl Core {
         Ok(self.data.outcome(&result?, None, begun))
     }
 
-    /// Return the schedule of an operation on uneven blocks, which takes no other.
+    /// Run an operation on uneven blocks, which was announced to the tree.
+    pub(super) fn run_by_counts(
+        &mut self,
+        (desc, path, counts): (&OpDesc, Path, &Counts),
+        schedule: &Schedule,
+        buffers: Buffers<'_>,
+        announced: Option<OpId>,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        match counts {
+            Counts::Exchange { send, recv } if path == Path::HierarchicalPairwise => {
+                self.run_relayed((desc, send, recv), buffers, announced, deadline)
+            }
+            _ => self.run_announced((desc, path), schedule, buffers, announced, deadline),
+        }
+    }
+
+    /// Return the path of an operation on uneven blocks, and the schedule that it has by pairwise exchange, which tells
+    /// the lengths of its buffers for every path.
     pub(super) fn uneven_schedule(
         &self,
         (desc, options): (&OpDesc, &CallOptions),
         counts: &Counts,
-    ) -> Result<Schedule, Error> {
-        let schedule = counts.schedule(desc, self.data.place, self.data.selection.context().declared.tree())?;
-        self.data.policy(&CallOptions { algo: Some(Algo::Pairwise), ..*options }).algo(desc)?;
-        Ok(schedule)
+    ) -> Result<(Path, Schedule), Error> {
+        let (place, context) = (self.data.place, self.data.selection.context());
+        let schedule = counts.schedule(desc, place, context.declared.tree())?;
+        let (path, shape, ranks) = (Path::HierarchicalPairwise, context.shape_of(place.ranks()), place.ranks());
+        let is_overridden = context.table.overridden(desc) == Some(path);
+        let (requested, has_servers) =
+            (counts.algo(desc, options.algo, self.data.config.algo)?, relayed::servers(shape, ranks).is_some());
+        let algo = match requested {
+            Algo::Auto if is_overridden && has_servers => Algo::HierarchicalPairwise,
+            Algo::HierarchicalPairwise if ranks > 1 => requested,
+            _ => Algo::Pairwise,
+        };
+        self.data.policy(&CallOptions { algo: Some(algo), ..*options }).algo(desc)?;
+        match algo {
+            Algo::HierarchicalPairwise if has_servers => Ok((path, schedule)),
+            Algo::HierarchicalPairwise => Err(Error::NotPossible(RuledOut::Shape { path: path.name(), shape, ranks })),
+            _ => Ok((Path::Pairwise, schedule)),
+        }
     }
 
     /// Return how the call that is running works on uneven blocks.
-    pub(super) fn uneven_choice(&self) -> Chosen {
+    pub(super) fn uneven_choice(&self, path: Path) -> Chosen {
         let call = self.data.operations.calling.unwrap_or_default();
         let is_announced = self.data.selection.is_announced(call);
-        Chosen { path: Path::Pairwise, fallback: None, is_announced }
+        Chosen { path, fallback: None, is_announced }
     }
 }
 

@@ -5,6 +5,9 @@
 //! announced. Instead, a rank that waits in the tree looks now and then at what has arrived from the others: the number
 //! of their call tells whether it should be the same.
 //!
+//! On any number of machines, it looks whether another rank has ended an earlier call with an error. This rank's part
+//! of that call may have been complete before; the other one never comes to the operation in the tree.
+//!
 //! Invariants:
 //! - What is announced follows from the operation and the job, so all ranks announce the same operations.
 //! - A rank that finds another call under its own call's number ends the job's communicator on all ranks, as a node
@@ -43,16 +46,16 @@ impl Comparison {
     }
 
     /// Look at the others' calls if it is time and an operation waits in the tree, where those below a number are
-    /// complete. Returns when to look next.
+    /// complete. Returns when to look next. On one machine, `one_machine` is the version of the cost table.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] if another rank called something else.
+    /// [`Error::Mismatch`] if another rank called something else, or the error that has ended an earlier call.
     pub(super) fn compare(
         &mut self,
         now: Instant,
         host: &mut HostPath,
         (operations, completed_below): (&Operations, OpId),
-        table_version: u32,
+        one_machine: Option<u32>,
     ) -> Result<Option<Duration>, Error> {
         if !operations.waits_in_tree(completed_below) {
             self.due_at = None;
@@ -60,7 +63,7 @@ impl Comparison {
         }
         match self.due_at {
             Some(due_at) if due_at > now => return Ok(Some(due_at - now)),
-            Some(_) => compare_now(host, (operations, completed_below), table_version)?,
+            Some(_) => compare_now(host, (operations, completed_below), one_machine)?,
             None => {}
         }
         self.due_at = Some(now + INTERVAL);
@@ -71,20 +74,32 @@ impl Comparison {
 fn compare_now(
     host: &mut HostPath,
     (operations, completed_below): (&Operations, OpId),
-    table_version: u32,
+    one_machine: Option<u32>,
 ) -> Result<(), Error> {
     let Some(mesh) = host.mesh() else { return Ok(()) };
     let calls = match other_calls(mesh, &mut NoInterrupt) {
         Ok(calls) => calls,
-        // Another rank has noticed it first. Other errors are those of later operations.
-        Err(error) => match Error::from(error) {
-            error @ Error::Mismatch { .. } => return Err(error),
-            _ => return Ok(()),
-        },
+        Err(error) => {
+            let waiting = operations.first_in_tree(completed_below);
+            let is_earlier = mesh.aborted_call().zip(waiting).is_some_and(|(aborted, first)| is_before(aborted, first));
+            return match Error::from(error) {
+                // Another rank has noticed it first.
+                error @ Error::Mismatch { .. } => Err(error),
+                error if is_earlier => Err(error),
+                // Of a later call: this one can still end.
+                _ => Ok(()),
+            };
+        }
     };
+    let Some(table_version) = one_machine else { return Ok(()) };
     let in_tree = |number| operations.in_tree_by_number(number, completed_below);
     let different = calls.into_iter().find_map(|(number, theirs)| Some((in_tree(number)?, theirs)));
     different.map_or(Ok(()), |(desc, theirs)| {
         Err(end_different(mesh, (&desc, desc.signature(Path::Tree, table_version)), theirs).into())
     })
+}
+
+/// Return whether one call's number is before another's, modulo 2^32.
+const fn is_before(one: u32, other: u32) -> bool {
+    one.wrapping_sub(other).cast_signed() < 0
 }

@@ -1,8 +1,10 @@
-//! Operations on blocks of any length, which take one algorithm: pairwise exchange, which keeps every declared order.
+//! Operations on blocks of any length. They take pairwise exchange, which keeps every declared order; an all-to-all may
+//! go through relays instead, if asked to by name or by an override ([`super::relayed`]).
 
 use super::error::Error;
 use crate::schedule::tree::Tree;
 use crate::schedule::{Place, Schedule, pairwise};
+use crate::select::Algo;
 use sumac_hal::op::{Collective, OpDesc};
 
 /// How many elements the blocks of ranks have, in an operation on blocks of any length. Blocks lie one behind the other
@@ -40,7 +42,26 @@ impl Counts {
         Ok(OpDesc { collective, count, ..*desc })
     }
 
-    /// Return the schedule of an operation that was described with these counts.
+    /// Return the algorithm that an operation described with these counts asks for: `call` is that of the call, if it
+    /// names one, and `job` that of the job, which counts only where it takes these counts.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if the call names one that takes no counts.
+    pub(super) fn algo(&self, desc: &OpDesc, call: Option<Algo>, job: Algo) -> Result<Algo, Error> {
+        match (self, call.unwrap_or(job), call) {
+            (Self::Exchange { .. }, Algo::HierarchicalPairwise, _) => Ok(Algo::HierarchicalPairwise),
+            (_, Algo::Auto, _) => Ok(Algo::Auto),
+            (_, _, None | Some(Algo::Pairwise)) => Ok(Algo::Pairwise),
+            (_, _, Some(other)) => Err(Error::Argument(format!(
+                "{desc} with counts by {other}: takes {}, {} for an all-to-all, or {}",
+                Algo::Pairwise,
+                Algo::HierarchicalPairwise,
+                Algo::Auto
+            ))),
+        }
+    }
+
+    /// Return the schedule of an operation that was described with these counts, by pairwise exchange.
     pub(super) fn schedule(&self, desc: &OpDesc, place: Place, tree: &Tree) -> Result<Schedule, Error> {
         let schedule = match self {
             Self::Exchange { send, recv } => pairwise::all_to_all_v(place, send, recv),

@@ -169,13 +169,12 @@ impl DataPath {
         }
     }
 
-    /// Look at the calls of ranks that do not announce them to the tree, if it is time; returns when to look next.
+    /// Look at the calls of other ranks, if it is time; returns when to look next.
     fn compare_calls(&mut self, now: Instant) -> Result<Option<Duration>, Error> {
-        let (in_tree, version) =
-            ((&self.operations, self.tree.completed_below()), self.selection.context().table.version);
-        let compared =
-            self.selection.is_on_one_machine().then(|| self.comparison.compare(now, &mut self.host, in_tree, version));
-        compared.unwrap_or(Ok(None))
+        let in_tree = (&self.operations, self.tree.completed_below());
+        let table_version = self.selection.context().table.version;
+        let one_machine = self.selection.is_on_one_machine().then_some(table_version);
+        self.comparison.compare(now, &mut self.host, in_tree, one_machine)
     }
 
     /// Drive the tree beside host work, which goes on unless the view is in question or all ranks have failed.

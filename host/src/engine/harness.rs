@@ -115,6 +115,7 @@ impl Operations {
             tested: None,
             buffers: None,
             schedule: None,
+            counts: None,
             finished: None,
             is_detached: false,
         };

@@ -251,7 +251,12 @@ impl Core {
             }
             let none = || Error::Argument(format!("{desc} was started without a schedule")).ending();
             let schedule = started.schedule.as_deref().ok_or_else(none)?;
-            self.run_announced((&desc, path), schedule, owned.borrow_buffers(), announced, deadline).map(|()| None)
+            let buffers = owned.borrow_buffers();
+            let ran = match &started.counts {
+                Some(counts) => self.run_by_counts((&desc, path, counts), schedule, buffers, announced, deadline),
+                None => self.run_announced((&desc, path), schedule, buffers, announced, deadline),
+            };
+            ran.map(|()| None)
         });
         let result = result.map_err(|error| self.end(error, &desc, started.begun));
         let outcome = self.data.outcome(&started.chosen, None, started.begun);

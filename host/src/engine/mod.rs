@@ -67,6 +67,7 @@ mod progress;
 mod rail;
 mod rails;
 mod recent;
+mod relayed;
 mod rounds;
 mod selection;
 mod shared;

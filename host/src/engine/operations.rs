@@ -8,6 +8,7 @@
 //! - once the communicator has ended, no host collective begins;
 //! - calls are numbered alike on all ranks: a rejected call gives its number to the next.
 
+use super::counts::Counts;
 use super::decided::Chosen;
 use super::error::Error;
 use super::in_flight::{BorrowedBuffers, InFlight, TreeBuffers};
@@ -123,6 +124,8 @@ pub(super) struct Started {
     pub(super) buffers: Option<Owned>,
     /// The schedule of a host collective. It is made at the start, so that nothing is rejected later.
     pub(super) schedule: Option<Arc<Schedule>>,
+    /// Those of one on uneven blocks.
+    pub(super) counts: Option<Counts>,
     pub(super) finished: Option<Result<Outcome, Error>>,
     /// Its handle was dropped: free its buffers when it has ended.
     pub(super) is_detached: bool,
@@ -348,6 +351,13 @@ impl Operations {
     /// Return whether any operation waits in the tree.
     pub(super) fn waits_in_tree(&self, completed_below: OpId) -> bool {
         self.calling_in_tree.is_some() || self.is_any_in_tree(completed_below)
+    }
+
+    /// Return the number of the first call that waits in the tree.
+    pub(super) fn first_in_tree(&self, completed_below: OpId) -> Option<u32> {
+        let calling = self.calling.filter(|_| self.calling_in_tree.is_some());
+        let in_tree = |(_, in_tree): (_, &TreeBuffers)| self.started.get(&in_tree.handle).map(|started| started.call);
+        calling.into_iter().chain(self.owned.range(completed_below..).filter_map(in_tree)).min().map(number_of)
     }
 
     /// Return the operation of the call with this number, if it waits in the tree.

@@ -16,7 +16,14 @@ use crate::schedule::Schedule;
 use crate::select::Algo;
 use std::sync::Arc;
 use std::time::Instant;
-use sumac_hal::op::OpDesc;
+use sumac_hal::op::{OpDesc, Path};
+
+/// How an operation on uneven blocks runs.
+struct Uneven {
+    path: Path,
+    schedule: Arc<Schedule>,
+    counts: Counts,
+}
 
 impl Core {
     /// Start an operation on buffers that the communicator owns until it is waited for. An error returns it, with its
@@ -32,8 +39,8 @@ impl Core {
             (Some(_), None) => Err(Error::Argument(format!("{desc} needs separate input and output buffers"))),
             _ => self.plan(&desc, counts.as_ref(), &options),
         });
-        let (extent, schedule, refusal) = match planned {
-            Ok((extent, schedule)) => (extent, schedule, None),
+        let (extent, uneven, refusal) = match planned {
+            Ok((extent, uneven)) => (extent, uneven, None),
             Err(error) => (Extent::NONE, None, Some(error)),
         };
         let mut owned = Owned { memory, output, scaled: None, extent: extent.clone() };
@@ -48,7 +55,7 @@ impl Core {
         let now = Instant::now();
         let (deadline, before) = (self.deadline_from(now, &options), self.data.snapshot(now));
         let result = match self.make_room(deadline).and_then(|()| self.begin_call(deadline)) {
-            Ok(()) => self.start_call((desc, schedule), owned, &options, deadline),
+            Ok(()) => self.start_call((desc, uneven), owned, &options, deadline),
             Err(error) => Err(Box::new((error, owned))),
         };
         let result = result.map_err(|stopped| {
@@ -63,30 +70,31 @@ impl Core {
         result
     }
 
-    /// Return the extents of an operation, and the schedule of one on uneven blocks.
+    /// Return the extents of an operation, and how one on uneven blocks runs.
     fn plan(
         &self,
         desc: &OpDesc,
         counts: Option<&Counts>,
         options: &CallOptions,
-    ) -> Result<(Extent, Option<Arc<Schedule>>), Error> {
+    ) -> Result<(Extent, Option<Uneven>), Error> {
         let Some(counts) = counts else { return Ok((Extent::of(desc, self.data.place)?, None)) };
-        let schedule = self.uneven_schedule((desc, options), counts)?;
-        Ok((Extent::of_layout(schedule.layout(), desc), Some(Arc::new(schedule))))
+        let (path, schedule) = self.uneven_schedule((desc, options), counts)?;
+        let extent = Extent::of_layout(schedule.layout(), desc);
+        Ok((extent, Some(Uneven { path, schedule: Arc::new(schedule), counts: counts.clone() })))
     }
 
     /// Start a counted operation. If the tree turns out to be lost and is recovered, start it again.
     fn start_call(
         &mut self,
-        (desc, schedule): (OpDesc, Option<Arc<Schedule>>),
+        (desc, uneven): (OpDesc, Option<Uneven>),
         mut owned: Owned,
         options: &CallOptions,
         deadline: Deadline,
     ) -> Result<u64, Box<(Error, Owned)>> {
         let handle = self.data.operations.next_handle();
         loop {
-            let chosen = match &schedule {
-                Some(_) => Ok((Algo::Pairwise, self.uneven_choice())),
+            let chosen = match &uneven {
+                Some(uneven) => Ok((Algo::Pairwise, self.uneven_choice(uneven.path))),
                 None => self.data.algo(&desc, options).and_then(|algo| Ok((algo, self.data.choose(&desc, options)?))),
             };
             let (algo, chosen) = match chosen {
@@ -104,7 +112,8 @@ impl Core {
                 begun: self.data.snapshot(Instant::now()),
                 tested: None,
                 buffers: None,
-                schedule: schedule.clone(),
+                schedule: uneven.as_ref().map(|uneven| Arc::clone(&uneven.schedule)),
+                counts: uneven.as_ref().map(|uneven| uneven.counts.clone()),
                 finished: None,
                 is_detached: false,
             };

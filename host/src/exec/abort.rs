@@ -29,7 +29,12 @@ impl Run<'_> {
     /// closed.
     pub(super) fn abort(&mut self, failure: &Failure) {
         let (Failure::Local(error) | Failure::Remote(error)) = failure;
-        let frame = AbortFrame::new(self.call, error);
+        // What is forwarded stays the error of the call that it was in.
+        let number = match failure {
+            Failure::Local(_) => self.number,
+            Failure::Remote(_) => self.mesh.aborted.unwrap_or(self.number),
+        };
+        let frame = AbortFrame::new((self.call, number), error);
         // Ranks that are just connecting are notified here instead of finding the connection closed.
         let now = Instant::now();
         for _ in 0..ACCEPTS_PER_ROUND {

@@ -417,3 +417,25 @@ fn invalid_arguments_are_refused_and_the_mesh_stays_usable() {
     assert_eq!(results, [Ok(()), Ok(())]);
     assert!(meshes.iter().all(|mesh| mesh.error().is_none()));
 }
+
+/// Ranks that are told in a later call, or by a rank that is in one, know which call has failed.
+#[test]
+fn abort_keeps_the_number_of_the_call_that_failed() {
+    for connect in [meshes as fn(u32) -> Vec<Mesh>, connected_meshes] {
+        let mut meshes = connect(3);
+        let results = on_ranks(&mut meshes, |mesh| {
+            if mesh.place().rank() != Rank(2) {
+                return barrier(mesh, 6, &mut NoInterrupt);
+            }
+            let (schedule, desc) = (dissemination::barrier(mesh.place()), OpDesc::barrier());
+            let ctx = context(4, desc, Path::Ring);
+            let error = ExecError::Interrupted { rank: Rank(2), reason: "enough".into() };
+            Execution::new(mesh, &schedule, None, &mut [][..], &ctx)?.cancel(error.clone());
+            Err(error)
+        });
+        let error = ExecError::Interrupted { rank: Rank(2), reason: "enough".into() };
+        assert_eq!(results, [Err(error.clone()), Err(error.clone()), Err(error)]);
+        let aborted: Vec<_> = meshes.iter().map(Mesh::aborted_call).collect();
+        assert_eq!(aborted, [Some(5), Some(5), None], "the context of operation 4 is of call 5");
+    }
+}

@@ -160,8 +160,8 @@ pub(super) struct AbortFrame {
 }
 
 impl AbortFrame {
-    /// Encode `error` for the peers of `call`'s rank.
-    pub(super) fn new(call: Call, error: &ExecError) -> Self {
+    /// Encode `error`, of the call with this number, for the peers of `call`'s rank.
+    pub(super) fn new((call, number): (Call, u32), error: &ExecError) -> Self {
         let mut bytes = [0; HEADER_BYTES + ABORT_MAX_BYTES];
         let payload = match postcard::to_slice(error, &mut bytes[HEADER_BYTES..]) {
             Ok(payload) => payload.len(),
@@ -171,7 +171,7 @@ impl AbortFrame {
                 postcard::to_slice(&short, &mut bytes[HEADER_BYTES..]).map_or(0, |payload| payload.len())
             }
         };
-        let header = Header { len_bytes: payload, ..Header::bare(FrameKind::Abort, call, 0) };
+        let header = Header { len_bytes: payload, number, ..Header::bare(FrameKind::Abort, call, 0) };
         bytes[..HEADER_BYTES].copy_from_slice(&header.emit());
         Self { bytes, len_bytes: HEADER_BYTES + payload }
     }
@@ -254,11 +254,11 @@ mod tests {
             ExecError::MessageDeadline { rank: Rank(1), peer: Rank(2) },
         ];
         for error in errors {
-            let frame = AbortFrame::new(header().call, &error);
+            let frame = AbortFrame::new((header().call, 7), &error);
             assert_eq!(AbortFrame::parse(Rank(3), &frame.bytes()[HEADER_BYTES..]), error);
         }
         let long = ExecError::Interrupted { rank: Rank(1), reason: "x".repeat(ABORT_MAX_BYTES) };
-        let frame = AbortFrame::new(header().call, &long);
+        let frame = AbortFrame::new((header().call, 7), &long);
         let got = AbortFrame::parse(Rank(3), &frame.bytes()[HEADER_BYTES..]);
         assert_eq!(got, ExecError::Interrupted { rank: Rank(3), reason: String::new() });
     }

@@ -188,7 +188,10 @@ impl Mesh {
         }
         *seen = one_shot;
         Ok(match kind {
-            FrameKind::Abort => HandshakeOutcome::Aborted(AbortFrame::parse(peer, &pending.bytes[ONE_SHOT_BODY..end])),
+            FrameKind::Abort => {
+                self.aborted = Some(number);
+                HandshakeOutcome::Aborted(AbortFrame::parse(peer, &pending.bytes[ONE_SHOT_BODY..end]))
+            }
             _ => HandshakeOutcome::Announced(call, number),
         })
     }

@@ -64,6 +64,9 @@ pub struct Mesh {
     /// Whether other ranks run on this one's core.
     core: CoreWatch,
     pub(super) poisoned: Option<ExecError>,
+    /// The number of the call in which another rank has ended the mesh, which may be an earlier one than this rank's; 0
+    /// if it is not that of a call.
+    pub(super) aborted: Option<u32>,
     pub(super) refusals: RefusalCount,
     /// The number of one-shot connections that this rank has made.
     one_shots: u64,
@@ -135,6 +138,7 @@ impl Mesh {
             announcements: Vec::new(),
             announced: Vec::new(),
             poisoned: None,
+            aborted: None,
             refusals: RefusalCount::default(),
             one_shots: 0,
             one_shots_seen: vec![0; place.ranks() as usize],
@@ -176,6 +180,11 @@ impl Mesh {
     /// Return the error that ended the mesh, if one did.
     pub const fn error(&self) -> Option<&ExecError> {
         self.poisoned.as_ref()
+    }
+
+    /// Return the number of the call in which another rank has ended the mesh ([`super::Context::number`]).
+    pub fn aborted_call(&self) -> Option<u32> {
+        self.aborted.filter(|number| *number != 0)
     }
 
     pub(super) const fn rank(&self) -> Rank {

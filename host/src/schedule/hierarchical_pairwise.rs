@@ -13,11 +13,9 @@
 //! The servers of a grid are its rows, those of the last dimension. A line is servers of one rank each: pairwise
 //! exchange.
 //!
-//! An all-to-all of blocks of any length stays pairwise ([`super::pairwise::all_to_all_v`]). A rank knows only its own
-//! counts, so a relay would have to learn those of its server's other ranks first: a step of m-1 messages of G-1 counts
-//! each, and then a schedule that is made in the middle of the operation. It would also have to hold what others send
-//! through it, whose sum no own count bounds: one rank that sends everything to one index fills a single relay, and the
-//! exchange takes m times as long there as a pairwise one.
+//! Blocks of any length take counts first ([`relayed`]).
+
+pub mod relayed;
 
 use super::hierarchical_ring::servers_of;
 use super::{Buffer, Landing, Layout, Local, Place, Recv, Region, Schedule, Send, Shape, Span, StepBuffer, pairwise};

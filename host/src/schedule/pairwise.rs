@@ -290,7 +290,7 @@ fn exchange(
 }
 
 /// Return the spans of consecutive blocks, unless they exceed the address space.
-fn packed(counts: &[usize]) -> Option<Vec<Span>> {
+pub(super) fn packed(counts: &[usize]) -> Option<Vec<Span>> {
     let mut start = 0_usize;
     let span = |&len: &usize| {
         let span = Span { start, len };

@@ -24,7 +24,7 @@ use thiserror::Error;
 
 impl CostTable {
     /// The path of the first entry that matches an operation.
-    pub(super) fn overridden(&self, desc: &OpDesc) -> Option<Path> {
+    pub(crate) fn overridden(&self, desc: &OpDesc) -> Option<Path> {
         let bytes = desc.count.saturating_mul(desc.element_bytes() as u64);
         let fits = |entry: &&Override| {
             entry.collective.is_none_or(|collective| collective == desc.collective)

@@ -195,7 +195,7 @@ fn recorded_one_shot_is_refused() {
     let mut meshes = meshes(3);
     let call = Call::new(Rank(0), 0, 0, &OpDesc::barrier(), Path::Ring);
     let header = Header { number: 9, ..Header::bare(FrameKind::Announce, call, 0) }.emit();
-    let abort = AbortFrame::new(call, &ExecError::RankLost { rank: Rank(2) });
+    let abort = AbortFrame::new((call, 1), &ExecError::RankLost { rank: Rank(2) });
     let first = meshes[0].one_shot(Rank(1), &header).expect("random bytes");
     let second = meshes[0].one_shot(Rank(1), abort.bytes()).expect("random bytes");
     let mut forged = second.clone();

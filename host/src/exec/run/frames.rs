@@ -83,6 +83,7 @@ impl Run<'_> {
     /// Receive the payload of an abort; once complete, fails with the error in it.
     pub(in crate::exec) fn receive_abort(&mut self, peer: Rank) -> Result<(), Failure> {
         let link = &mut self.mesh.links[peer.0 as usize];
+        let number = link.rx.frame.map(|header| header.number);
         while link.rx.left_bytes != 0 {
             let mut piece = [0; 64];
             match link.read_payload(&mut piece) {
@@ -91,7 +92,9 @@ impl Run<'_> {
                 IoOutcome::Ended => return Err(ExecError::RankLost { rank: peer }.into()),
             }
         }
-        Err(Failure::Remote(AbortFrame::parse(peer, &link.rx.abort)))
+        let error = AbortFrame::parse(peer, &link.rx.abort);
+        self.mesh.aborted = number;
+        Err(Failure::Remote(error))
     }
 
     /// Find out why `peer` stopped reading: an abort that it sent before it closed may say so.

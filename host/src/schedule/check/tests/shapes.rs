@@ -15,7 +15,7 @@ pub(super) fn grid(extents: &[u32]) -> Shape {
 }
 
 /// Every list of up to four factors of `ranks`, each at least 2, in every order.
-fn factorisations(ranks: u32) -> Vec<Vec<u32>> {
+pub(super) fn factorisations(ranks: u32) -> Vec<Vec<u32>> {
     let mut found = Vec::new();
     let mut open = vec![(Vec::new(), ranks)];
     while let Some((extents, rest)) = open.pop() {
