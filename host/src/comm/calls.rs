@@ -201,7 +201,7 @@ impl Communicator {
     /// Run an operation on blocks of any length that is described at run time: an all-to-all, an all-gather or a
     /// reduce-scatter, whose count is not used. Buffers are bytes of whole little-endian elements, which do not
     /// overlap. Takes pairwise exchange between hosts, in any declared order; an all-to-all may name
-    /// [`Algo::HierarchicalPairwise`](crate::Algo::HierarchicalPairwise), which sends less messages between servers.
+    /// [`Algo::HierarchicalPairwise`](crate::Algo::HierarchicalPairwise), which sends fewer messages between servers.
     ///
     /// # Errors
     /// [`Error::Argument`] if a buffer has another length than its counts add up to, collective and counts do not go

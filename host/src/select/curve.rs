@@ -4,13 +4,18 @@
 //! and kind of job, the measured time over the model's at several sizes. Predictions for jobs of that kind are
 //! multiplied by the factor between the nearest points, interpolated in the logarithms of size and of the number of
 //! ranks; beyond the last point its factor applies. Jobs of other kinds get the model alone.
+//!
+//! Ranks of one host share its cores with the devices that serve them. Those that serve packets take them for
+//! microseconds at a time: a post of 8 ranks beside them took nine times as long as beside devices in shared memory. So
+//! the times of host algorithms on one host are kept by the tree beside them. A job beside another tree than was
+//! measured, or none, takes the curve of the tree that disturbs least.
 
 use super::{JobFacts, TreeTransport};
 use serde::{Deserialize, Serialize};
 use sumac_hal::op::{Collective, OpDesc, Path};
 
 /// The maximum number of curves of a table.
-pub(super) const CURVES_MAX: usize = 256;
+pub(super) const CURVES_MAX: usize = 1024;
 
 /// The maximum number of points of a curve.
 pub(super) const POINTS_MAX: usize = 32;
@@ -33,7 +38,8 @@ pub struct CurveKind {
     pub collective: Collective,
     /// The path.
     pub path: Path,
-    /// The transport to the tree and the tree's levels, if the path is the tree.
+    /// The transport to the tree and the tree's levels. Of a host algorithm between ranks of one host, those of the tree
+    /// beside it, and `None` if there is none; between several hosts always `None`.
     pub tree: Option<(TreeTransport, u32)>,
     /// Where the ranks are.
     pub placement: RankPlacement,
@@ -60,24 +66,38 @@ pub struct Point {
 impl CurveKind {
     /// What an operation by this path is. `None` for a tree that ranks reach in different ways.
     pub(super) fn of(facts: &JobFacts, desc: &OpDesc, path: Path) -> Option<Self> {
-        let tree = match (path, &facts.tree) {
-            (Path::Tree, Some(tree)) => match tree.transport(facts.ranks) {
-                TreeTransport::Mixed { .. } => return None,
-                transport => Some((transport, tree.levels)),
-            },
-            (Path::Tree, None) => return None,
-            _ => None,
-        };
         let placement = match facts.ranks_per_host >= facts.ranks {
             true => RankPlacement::OneHost,
             false => RankPlacement::PerHost(facts.ranks_per_host),
+        };
+        let tree = facts.tree.as_ref().map(|tree| (tree.transport(facts.ranks), tree.levels));
+        let tree = tree.filter(|(transport, _)| !matches!(transport, TreeTransport::Mixed { .. }));
+        let tree = match (path, placement) {
+            (Path::Tree, _) => Some(tree?),
+            (_, RankPlacement::OneHost) => tree,
+            (_, RankPlacement::PerHost(_)) => None,
         };
         Some(Self { collective: desc.collective, path, tree, placement })
     }
 }
 
+/// Return the measured kind that applies to operations of this kind: the same or, of a host algorithm, that beside
+/// another tree.
+fn measured_kind(curves: &[Curve], kind: CurveKind) -> Option<CurveKind> {
+    let kinds = || curves.iter().filter(|curve| !curve.points.is_empty()).map(|curve| curve.kind);
+    let is_other = |one: &CurveKind| kind.path != Path::Tree && CurveKind { tree: kind.tree, ..*one } == kind;
+    let others = || kinds().filter(is_other).max_by_key(|one| (one.tree.is_none(), one.tree));
+    kinds().find(|one| *one == kind).or_else(others)
+}
+
+/// Return whether operations of this kind were measured.
+pub(super) fn is_measured(curves: &[Curve], kind: CurveKind) -> bool {
+    measured_kind(curves, kind).is_some()
+}
+
 /// Return the factor for an operation of `bytes` over `ranks` ranks, 1 if none was measured of this kind.
 pub(super) fn correction(curves: &[Curve], kind: CurveKind, ranks: u32, bytes: u64) -> f64 {
+    let Some(kind) = measured_kind(curves, kind) else { return 1.0 };
     let of_kind = || curves.iter().filter(|curve| curve.kind == kind && !curve.points.is_empty());
     let below = of_kind().filter(|curve| curve.ranks <= ranks).max_by_key(|curve| curve.ranks);
     let above = of_kind().filter(|curve| curve.ranks >= ranks).min_by_key(|curve| curve.ranks);
@@ -154,8 +174,25 @@ mod tests {
             CurveKind { path: Path::Tree, ..KIND },
             CurveKind { collective: Collective::Reduce, ..KIND },
             CurveKind { placement: RankPlacement::PerHost(1), ..KIND },
-            CurveKind { tree: Some((TreeTransport::Shm, 1)), ..KIND },
+            CurveKind { path: Path::Tree, tree: Some((TreeTransport::Shm, 1)), ..KIND },
         ];
         assert!(others.iter().all(|&kind| correction(&curves, kind, 2, 8) == 1.0));
+    }
+
+    /// A post of ranks on one machine, beside devices that serve packets, and beside those in shared memory.
+    #[test]
+    fn host_algorithm_has_the_curve_of_the_tree_beside_it_or_else_of_the_least_disturbance() {
+        let beside = |tree, factor| Curve { kind: CurveKind { tree, ..KIND }, ..curve(4, &[(8, factor)]) };
+        let [udp, shm] = [TreeTransport::Packets, TreeTransport::Shm].map(|transport| Some((transport, 1)));
+        let curves = [beside(udp, 9.0), beside(shm, 1.5)];
+        let factor = |curves: &[Curve], tree| correction(curves, CurveKind { tree, ..KIND }, 4, 8);
+        assert_eq!([udp, shm, None].map(|tree| factor(&curves, tree)), [9.0, 1.5, 1.5]);
+        assert_eq!(factor(&curves[..1], shm), 9.0, "no other was measured");
+        let alone = [curves[0].clone(), curves[1].clone(), beside(None, 1.25)];
+        assert_eq!(factor(&alone, Some((TreeTransport::Verbs, 2))), 1.25);
+        // Not so the tree itself.
+        let of_tree = |tree| CurveKind { path: Path::Tree, tree, ..KIND };
+        let curves = [Curve { kind: of_tree(udp), ..curves[0].clone() }];
+        assert!(is_measured(&curves, of_tree(udp)) && !is_measured(&curves, of_tree(shm)));
     }
 }

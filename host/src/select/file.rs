@@ -12,8 +12,8 @@
 //! [[curve]]                     # optional: measured over modelled time, by size
 //! collective = "all_reduce"
 //! path = "tree"
-//! transport = "shm"             # with `levels`, if the path is the tree
-//! levels = 2
+//! transport = "shm"             # of the tree; on one host, also of the tree beside a host algorithm
+//! levels = 2                    # of the same tree
 //! ranks = 8
 //! ranks_per_host = 2            # left out: all ranks were on one host
 //! points = [[8, 1.02], [64, 0.97]]
@@ -179,7 +179,15 @@ impl Entry {
                 return Err(format!("a curve of the tree needs `transport`, and `levels` from 1 to {LEVELS_MAX}"));
             }
             (_, None, None) => None,
-            _ => return Err("only curves of the tree have `transport` and `levels`".into()),
+            (_, Some(name), Some(levels @ 1..=LEVELS_MAX)) if self.ranks_per_host.is_none() => {
+                Some((transport(name)?, levels))
+            }
+            _ => {
+                return Err(format!(
+                    "a host algorithm has `transport`, and `levels` from 1 to {LEVELS_MAX}, or neither; on several \
+                     hosts neither"
+                ));
+            }
         };
         if self.ranks == 0 || self.ranks_per_host == Some(0) {
             return Err("`ranks` and `ranks_per_host` must be 1 or more".into());
@@ -224,7 +232,9 @@ mod tests {
         };
         let points = vec![Point { bytes: 8, factor: 1.25 }, Point { bytes: 64, factor: 0.5 }];
         let ring = CurveKind { path: Path::Ring, tree: None, placement: RankPlacement::OneHost, ..kind };
-        let curves = vec![Curve { kind, ranks: 8, points: points.clone() }, Curve { kind: ring, ranks: 4, points }];
+        let beside = CurveKind { path: Path::OneShot, tree: Some((TreeTransport::Packets, 1)), ..ring };
+        let curves = [(kind, 8), (ring, 4), (beside, 4)];
+        let curves = curves.map(|(kind, ranks)| Curve { kind, ranks, points: points.clone() }).into();
         let origin = Origin::Calibrated { date: "2026-01-31T12:00:00Z".into(), error: 0.125 };
         CostTable { curves, ..CostTable::new(origin, CostTable::emulated().constants) }.sealed()
     }
@@ -256,7 +266,12 @@ mod tests {
             ("path = \"tree\"", "path = \"spiral\"", "curve 1: path \"spiral\""),
             ("transport = \"shm\"", "transport = \"mixed\"", "transport \"mixed\""),
             ("levels = 2", "levels = 0", "`levels` from 1"),
-            ("path = \"ring\"", "path = \"ring\"\nlevels = 1", "curve 2: only curves of the tree"),
+            ("path = \"ring\"", "path = \"ring\"\nlevels = 1", "curve 2: a host algorithm has"),
+            (
+                "path = \"ring\"",
+                "path = \"ring\"\nlevels = 1\ntransport = \"udp\"\nranks_per_host = 2",
+                "on several hosts neither",
+            ),
             ("ranks = 4", "ranks = 0", "1 or more"),
             ("[[8, 1.2500e0], [64, 5.0000e-1]]", "[]", "0 points"),
             ("[64, 5.0000e-1]", "[8, 0.5]", "must increase"),
@@ -275,6 +290,6 @@ mod tests {
         let constants = CostTable::emulated().to_toml();
         let text = format!("{constants}{}", curve.repeat(CURVES_MAX + 1));
         let error = CostTable::from_toml(&text).expect_err("refused").to_string();
-        assert!(error.contains("257 curves"), "{error}");
+        assert!(error.contains("1025 curves"), "{error}");
     }
 }

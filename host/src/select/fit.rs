@@ -7,7 +7,7 @@
 //! Source of the method: non-negative least squares by coordinate descent, as in V. Franc, V. Hlavac, M. Navara,
 //! "Sequential Coordinate-Wise Algorithm for the Non-negative Least Squares Problem", CAIP 2005.
 
-use super::curve::{Curve, CurveKind, POINTS_MAX, Point};
+use super::curve::{CURVES_MAX, Curve, CurveKind, POINTS_MAX, Point};
 use super::model::{Form, Terms, dot, schedule_form, tree_form};
 use super::table::{CONSTANTS, Constants, CostTable, Origin};
 use super::{JobFacts, seconds_of};
@@ -58,6 +58,12 @@ pub enum FitError {
         /// The time.
         seconds: f64,
     },
+    /// More curves than a table can have.
+    #[error("{found} curves are too many: a cost table has at most {CURVES_MAX}; measure fewer collectives at once")]
+    Curves {
+        /// The number of curves.
+        found: usize,
+    },
     /// A path that has no cost.
     #[error("{desc} by {path} is not an operation that the cost model knows")]
     Unknown {
@@ -90,6 +96,9 @@ pub fn fit(samples: &[Sample], base: &CostTable, date: &str) -> Result<Fitted, F
     let constants = Constants::from_array(solve(samples, &forms, &base.constants.to_array()));
     let modelled_s: Vec<f64> = forms.iter().map(|form| form.seconds(&constants)).collect();
     let curves = curves(samples, &modelled_s);
+    if curves.len() > CURVES_MAX {
+        return Err(FitError::Curves { found: curves.len() });
+    }
     let origin = Origin::Calibrated { date: date.to_owned(), error: 0.0 };
     let mut table = CostTable { curves, overrides: base.overrides.clone(), ..CostTable::new(origin, constants) };
     let error = left_out_error(samples, &table, &modelled_s);

@@ -393,7 +393,7 @@ fn cheapest(selection: &SelectionContext, desc: &OpDesc, possible: impl Iterator
     let facts = selection.facts();
     let is_measured = |path: Path| {
         let kind = CurveKind::of(&facts, desc, path);
-        has_fitted_constants(path) || selection.table.curves.iter().any(|curve| Some(curve.kind) == kind)
+        has_fitted_constants(path) || kind.is_some_and(|kind| curve::is_measured(&selection.table.curves, kind))
     };
     let weighed =
         possible.map(|(path, cost_s)| (path, cost_s * if is_measured(path) { 1.0 } else { UNMEASURED_MARGIN }));
