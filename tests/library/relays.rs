@@ -9,7 +9,8 @@ use sumac::{
 };
 
 /// The ranks of each server, and how many servers there are.
-const SHAPES: [(u32, &str); 5] = [(4, "2x2"), (6, "servers:2"), (6, "servers:3"), (8, "servers:4"), (8, "2x2x2")];
+const SHAPES: [(u32, &str); 6] =
+    [(4, "2x2"), (6, "servers:2"), (6, "servers:3"), (8, "servers:4"), (8, "2x2x2"), (9, "3x3")];
 
 fn on_ranks(ranks: u32, shape: &str, progress: Progress, rank: impl Fn(Communicator) + Sync) {
     let configure = |config: &mut JoinConfig| {

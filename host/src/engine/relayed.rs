@@ -14,8 +14,8 @@
 //! A count is 8 bytes in little-endian order, and zeros up to whole elements of the operation's type.
 //!
 //! Invariants:
-//! - a rank moves no element before it has compared all counts with its own: those that differ are the error of pairwise
-//!   exchange, though their sums may agree;
+//! - a rank moves no element before it has compared all counts with its own: those that differ are the error of
+//!   pairwise exchange, though their sums may agree;
 //! - what others say sizes nothing beyond [`RELAYED_MAX_BYTES`]: a rank that would have to hold more ends the operation
 //!   on all ranks.
 

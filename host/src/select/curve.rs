@@ -38,8 +38,8 @@ pub struct CurveKind {
     pub collective: Collective,
     /// The path.
     pub path: Path,
-    /// The transport to the tree and the tree's levels. Of a host algorithm between ranks of one host, those of the tree
-    /// beside it, and `None` if there is none; between several hosts always `None`.
+    /// The transport to the tree and the tree's levels. Of a host algorithm between ranks of one host, those of the
+    /// tree beside it, and `None` if there is none; between several hosts always `None`.
     pub tree: Option<(TreeTransport, u32)>,
     /// Where the ranks are.
     pub placement: RankPlacement,
@@ -181,7 +181,7 @@ mod tests {
 
     /// A post of ranks on one machine, beside devices that serve packets, and beside those in shared memory.
     #[test]
-    fn host_algorithm_has_the_curve_of_the_tree_beside_it_or_else_of_the_least_disturbance() {
+    fn host_algorithm_has_the_curve_of_the_tree_beside_it() {
         let beside = |tree, factor| Curve { kind: CurveKind { tree, ..KIND }, ..curve(4, &[(8, factor)]) };
         let [udp, shm] = [TreeTransport::Packets, TreeTransport::Shm].map(|transport| Some((transport, 1)));
         let curves = [beside(udp, 9.0), beside(shm, 1.5)];
