@@ -149,6 +149,7 @@ pub mod exec;
 pub mod gpu;
 pub mod local_address;
 mod log;
+mod memory_kind;
 pub mod plan;
 mod recovery;
 pub mod schedule;
@@ -176,6 +177,7 @@ pub use comm::{
 pub use controller::proto::Attach;
 pub use controller::proto::Transport;
 pub use half::{bf16, f16};
+pub use memory_kind::MemoryKind;
 pub use schedule::Shape;
 pub use select::Algo;
 pub use sumac_hal::ctrl::Order;

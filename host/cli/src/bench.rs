@@ -7,13 +7,13 @@
 use crate::exit::Failure;
 use crate::job::{Case, Measured, Recovery, Report, Turns, now_ns, report};
 use crate::stats;
-use crate::workload::{Check, MemoryKind, Placement, Placements, Workload};
+use crate::workload::{Check, Placement, Placements, Workload};
 use anyhow::anyhow;
 use rustix::time::{ClockId, clock_gettime};
 use std::io;
 use std::time::{Duration, Instant};
 use sumac::select::TreeTransport;
-use sumac::{Algo, CallOptions, Communicator, Outcome, Transport};
+use sumac::{Algo, CallOptions, Communicator, MemoryKind, Outcome, Transport};
 use sumac_hal::op::{Collective, OpDesc};
 
 /// Return the transport to the tree, if there is one.

@@ -9,7 +9,7 @@ use sumac_hal::dma::Profile;
 use sumac_hal::op::ReduceOp;
 use thiserror::Error;
 
-pub(crate) use sumac::{Algo, Transport, WaitPolicy};
+pub(crate) use sumac::{Algo, MemoryKind, Transport, WaitPolicy};
 
 /// A value that a command or build can never serve: why, and what to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
@@ -149,6 +149,14 @@ pub(crate) fn wait_policy_parser() -> impl TypedValueParser<Value = WaitPolicy> 
     PossibleValuesParser::new(WaitPolicy::NAMES.map(|(name, _)| name)).try_map(|given| {
         let found = WaitPolicy::NAMES.iter().find(|(name, _)| *name == given);
         found.map(|&(_, policy)| policy).ok_or(Unknown)
+    })
+}
+
+/// Parse the name of a kind of memory.
+pub(crate) fn memory_parser() -> impl TypedValueParser<Value = MemoryKind> {
+    PossibleValuesParser::new(MemoryKind::NAMES.map(|(name, _)| name)).try_map(|given| {
+        let found = MemoryKind::NAMES.iter().find(|(name, _)| *name == given);
+        found.map(|&(_, kind)| kind).ok_or(Unknown)
     })
 }
 

@@ -23,7 +23,7 @@ pub(crate) fn run() -> Result<(), Failure> {
     config.transport = job.transport;
     config.verbs = job.verbs.clone();
     config.trees = job.trees;
-    config.wait_policy = job.wait_policy;
+    (config.memory, config.wait_policy) = (job.memory, job.wait_policy);
     config.shape = job.shape;
     config.hybrid = job.hybrid;
     config.deadline = Duration::from_millis(job.deadline_ms);
@@ -33,7 +33,7 @@ pub(crate) fn run() -> Result<(), Failure> {
     let transport = tree_transport(job.transport, is_required, &communicator)?;
     report(&Report::Joined { transport })?;
     match &job.work {
-        &Work::Perf { ref cases, warmup, iterations, memory, check, placements, announced } => {
+        &Work::Perf { ref cases, warmup, iterations, check, placements, announced } => {
             let mut bench = Bench {
                 communicator: &communicator,
                 warmup,
@@ -41,7 +41,7 @@ pub(crate) fn run() -> Result<(), Failure> {
                 check,
                 placements,
                 announced,
-                memory,
+                memory: job.memory,
                 iteration: 0,
                 workload: None,
             };
@@ -51,10 +51,10 @@ pub(crate) fn run() -> Result<(), Failure> {
                 }
             }
         }
-        Work::InTurns { groups, memory } => {
+        Work::InTurns { groups } => {
             report(&Report::Facts(communicator.facts()))?;
             for group in groups {
-                measure_in_turns(&communicator, *memory, group)?.iter().try_for_each(report)?;
+                measure_in_turns(&communicator, job.memory, group)?.iter().try_for_each(report)?;
             }
         }
         Work::Explain { cases } => {

@@ -10,27 +10,8 @@ use crate::pattern::{Expected, Pattern, SCALE};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use std::ops::{Deref, DerefMut, Range};
-use sumac::{Buffer, Buffers, CallOptions, Communicator, Outcome};
+use sumac::{Buffer, Buffers, CallOptions, Communicator, MemoryKind, Outcome};
 use sumac_hal::op::{Collective, OpDesc, ReduceOp};
-
-/// The memory of a buffer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
-pub(crate) enum MemoryKind {
-    /// Memory of the communicator, which devices access zero-copy
-    Registered,
-    /// Ordinary memory of the process
-    Plain,
-}
-
-impl MemoryKind {
-    /// Return its name on the command line.
-    pub(crate) const fn name(self) -> &'static str {
-        match self {
-            Self::Registered => "registered",
-            Self::Plain => "plain",
-        }
-    }
-}
 
 /// Where the input and the output of an operation lie.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -129,7 +110,7 @@ impl DerefMut for Memory {
 fn memory(communicator: &Communicator, kind: MemoryKind, len_bytes: usize) -> Result<Memory, sumac::Error> {
     match kind {
         MemoryKind::Registered => communicator.alloc(len_bytes).map(Memory::Registered),
-        MemoryKind::Plain => Ok(Memory::Plain(vec![0; len_bytes])),
+        _ => Ok(Memory::Plain(vec![0; len_bytes])),
     }
 }
 

@@ -17,6 +17,7 @@ use crate::controller::keys::{parse_key, read_key};
 use crate::controller::proto::check_tenant;
 use crate::controller::{TREES_MAX, resolve_all};
 use crate::local_address;
+use crate::memory_kind::MemoryKind;
 use crate::wait_policy::WaitPolicy;
 use file::read_with;
 use std::fmt;
@@ -107,6 +108,7 @@ impl JoinConfig {
     /// | `tenant` | `SUMAC_TENANT` | default `default` |
     /// | `wait_for_tree` | `SUMAC_WAIT_FOR_TREE` | seconds |
     /// | `progress` | `SUMAC_PROGRESS` | `caller` or `thread` |
+    /// | `memory` | `SUMAC_MEMORY` | `plain` or `registered` |
     /// | `wait_policy` | `SUMAC_WAIT_POLICY` | `auto`, `spin`, `yield` or `sleep` |
     /// | `straggler` | `SUMAC_STRAGGLER` | `wait`, `deadline:SECONDS` or `partial:SECONDS` |
     ///
@@ -273,6 +275,7 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
         set(&mut config.hybrid, switch("SUMAC_HYBRID")?);
         let progress = [("caller", Progress::Caller), ("thread", Progress::Thread)];
         set(&mut config.progress, self.one_of("SUMAC_PROGRESS", &progress)?.map(Some));
+        set(&mut config.memory, self.one_of("SUMAC_MEMORY", &MemoryKind::NAMES)?);
         set(&mut config.wait_policy, self.one_of("SUMAC_WAIT_POLICY", &WaitPolicy::NAMES)?);
         set(&mut config.trees, self.parsed("SUMAC_TREES", "a number of trees")?);
         if let Some(value) = (self.0)("SUMAC_STRAGGLER") {
@@ -373,7 +376,7 @@ fn warning(name: &str) -> Option<Warning> {
 const TESTS: &str = "SUMAC_TEST_";
 
 /// All variables that something reads: [`JoinConfig::from_env`], devices, and the `sumac` command.
-const KNOWN: [&str; 43] = [
+const KNOWN: [&str; 44] = [
     "SUMAC_ALGO",
     "SUMAC_BIND",
     "SUMAC_CARDS",
@@ -392,6 +395,7 @@ const KNOWN: [&str; 43] = [
     "SUMAC_KEY_FILE",
     "SUMAC_LOCAL_RANK",
     "SUMAC_LOG",
+    "SUMAC_MEMORY",
     "SUMAC_OPERATOR_KEY_FILE",
     "SUMAC_ORDER",
     "SUMAC_PORT",

@@ -83,10 +83,11 @@ fn compare_now(
             let waiting = operations.first_in_tree(completed_below);
             let is_earlier = mesh.aborted_call().zip(waiting).is_some_and(|(aborted, first)| is_before(aborted, first));
             return match Error::from(error) {
-                // Another rank has noticed it first.
-                error @ Error::Mismatch { .. } => Err(error),
-                error if is_earlier => Err(error),
-                // Of a later call: this one can still end.
+                // Another rank has noticed it first. Between hosts, where all calls are announced, the tree's root
+                // tells all ranks the same error.
+                error @ Error::Mismatch { .. } if one_machine.is_some() => Err(error),
+                error @ Error::Schedule(_) if is_earlier => Err(error),
+                // Of a later call, so that this one can still end; or what the controller tells, as the loss of a rank.
                 _ => Ok(()),
             };
         }

@@ -7,6 +7,7 @@ use crate::controller::proto::{DEFAULT_TENANT, RailGrant, Transport};
 use crate::controller::{ClientError, ControllerAddr, TREES_MAX, first_reachable};
 use crate::exec::{MeshError, SharedMemory};
 use crate::local_address::{self, InterfaceFilter, LocalAddressError};
+use crate::memory_kind::MemoryKind;
 use crate::schedule::Shape;
 use crate::select::Algo;
 use crate::transport::local::{HostDevices, default_host_devices};
@@ -101,6 +102,9 @@ pub struct JoinConfig {
     /// contribution a host goes up. Takes effect on hosts of which all ranks have it, and have
     /// [`host_devices`](Self::host_devices). Must be the same on all ranks. Default true.
     pub hierarchical: bool,
+    /// What memory most buffers of calls are in, for [`Algo::Auto`]. Must be the same on all ranks: they could take
+    /// different algorithms otherwise, and end with a mismatch. Default [`MemoryKind::Plain`].
+    pub memory: MemoryKind,
     /// How the rank waits for other processes of its machine. Default [`WaitPolicy::Auto`].
     pub wait_policy: WaitPolicy,
     /// The maximum number of trees to spread large operations over; at most
@@ -164,6 +168,7 @@ impl JoinConfig {
             wait_for_tree: Duration::ZERO,
             straggler: Straggler::Wait,
             hierarchical: true,
+            memory: MemoryKind::Plain,
             wait_policy: WaitPolicy::Auto,
             trees: 0,
             hybrid: false,

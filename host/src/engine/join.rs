@@ -93,6 +93,7 @@ pub(crate) fn join_as(mut config: JoinConfig, part: Option<PartOf>) -> Result<(C
             .map_err(|error| JoinError::Membership(error.to_string()))?,
         rails: Err(NO_RAILS_ASKED.into()),
         table: membership.table,
+        memory: config.memory,
     };
     let table_version = selection.table.version;
     let tree = match membership.tree {

@@ -245,6 +245,7 @@ mod tests {
             rails: Err("not joined".into()),
             table,
             declared,
+            memory: crate::MemoryKind::Registered,
         }
     }
 

@@ -11,6 +11,7 @@ use super::in_flight::{GpuCanceller, InFlight, Work};
 use super::plan::{Pair, Plan, Prepared, Streams};
 use super::trace::{Kind, Timeline, Trace};
 use super::{Gpu, nccl};
+use crate::memory_kind::MemoryKind;
 use crate::plan::Child;
 use crate::schedule;
 use crate::select::{
@@ -90,7 +91,8 @@ pub(super) fn selection_context(
     shape.check(ranks).map_err(|error| invalid(&error))?;
     let declared = Declared::new(vec![children], ranks, order, shape).map_err(|error| invalid(&error))?;
     let (tree, rails) = (Err(no_tree.into()), Err("they are of ranks with memory of the host".into()));
-    Ok(SelectionContext { ranks, ranks_per_host: 1, shape, order, tree, rails, table, declared })
+    let memory = MemoryKind::default();
+    Ok(SelectionContext { ranks, ranks_per_host: 1, shape, order, tree, rails, table, declared, memory })
 }
 
 /// Several ranks on one GPU, each with its own stream. See [`super`].

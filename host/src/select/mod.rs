@@ -57,8 +57,9 @@ pub use links::{LinkFacts, PathTimes};
 pub use overrides::{Override, OverrideError};
 pub use table::{Constants, CostTable, Origin};
 
+use crate::memory_kind::MemoryKind;
 use crate::schedule::{ALGORITHMS, Algorithm, Shape};
-use model::{Form, schedule_form, tree_form};
+use model::{Form, copies_form, schedule_form, tree_form};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -86,6 +87,8 @@ pub struct SelectionContext {
     pub table: CostTable,
     /// The expression of the declared order.
     pub declared: Declared,
+    /// What memory buffers are in.
+    pub memory: MemoryKind,
 }
 
 /// The properties of a job that costs depend on.
@@ -420,8 +423,18 @@ fn tree_cost(selection: &SelectionContext, desc: &OpDesc) -> Result<f64, RuledOu
     if !supports(tree, desc) {
         return Err(RuledOut::Unsupported(*desc));
     }
-    let facts = selection.facts();
-    Ok(seconds_of(&selection.table, &facts, desc, Path::Tree, &tree_form(&facts, tree, desc)))
+    let (facts, table) = (selection.facts(), &selection.table);
+    let seconds = seconds_of(table, &facts, desc, Path::Tree, &tree_form(&facts, tree, desc));
+    Ok(seconds + if selection.memory == MemoryKind::Plain { copies_seconds(table, &facts, tree, desc) } else { 0.0 })
+}
+
+/// The time for which ranks copy plain memory in and out, where they share memory with their device. A ring moves about
+/// as many bytes in the same way, so what was measured of it corrects this.
+fn copies_seconds(table: &CostTable, facts: &JobFacts, tree: &TreeFacts, desc: &OpDesc) -> f64 {
+    let Some(form) = copies_form(facts, tree, desc) else { return 0.0 };
+    let kind = CurveKind::of(facts, desc, Path::Ring);
+    let factor = kind.map_or(1.0, |kind| curve::correction(&table.curves, kind, facts.ranks, bytes(desc) as u64));
+    form.seconds(&table.constants_for(facts, Path::Ring)) * factor
 }
 
 /// The cost of a schedule, by its own formula for elements of this operation's size.

@@ -103,6 +103,18 @@ pub(super) fn tree_form(facts: &JobFacts, tree: &TreeFacts, desc: &OpDesc) -> Fo
     Form { sum: std::array::from_fn(|at| leaf[at] + above[at]), either: [moved.to_array(), moved_above], links_s }
 }
 
+/// The time for which the ranks of a host copy plain memory into that which they share with a device, and out of it,
+/// all at once. `None` where they share none.
+pub(super) fn copies_form(facts: &JobFacts, tree: &TreeFacts, desc: &OpDesc) -> Option<Form> {
+    if !matches!(tree.transport(facts.ranks), TreeTransport::Shm | TreeTransport::Rdma) {
+        return None;
+    }
+    let bytes = Traffic::new(desc, facts.ranks, 0.0).rank * super::bytes(desc);
+    let by_others = bytes * f64::from(facts.ranks_per_host.saturating_sub(1));
+    let copied = Constants { beta_shm_step_s: bytes, beta_shm_shared_s: by_others, ..Constants::default() };
+    Some(Form { sum: copied.to_array(), either: [[0.0; CONSTANTS]; 2], links_s: 0.0 })
+}
+
 /// The time of an operation by a schedule, by its own formula for elements of this operation's size.
 pub(super) fn schedule_form(facts: &JobFacts, desc: &OpDesc, algorithm: &Algorithm) -> Form {
     let cost = algorithm.cost(facts.ranks, facts.shape, usize::try_from(desc.count).unwrap_or(usize::MAX));

@@ -1,5 +1,7 @@
 //! Costs, reasons and selections.
 
+mod plain_memory;
+
 use super::*;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::Dtype;
@@ -29,6 +31,7 @@ fn selection(ranks: u32, order: Order, tree: Result<TreeFacts, String>) -> Selec
         rails: Err("not joined".into()),
         table: CostTable::emulated(),
         declared,
+        memory: crate::MemoryKind::Registered,
     }
 }
 

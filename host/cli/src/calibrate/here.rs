@@ -5,9 +5,8 @@ use crate::cluster::{self, ClusterConfig, Limit, Parts, Supervisor};
 use crate::exit::{Failure, is_quiet};
 use crate::job::{RankJob, Report, Turns, Work};
 use crate::layout::Layout;
-use crate::options::{Transport, WaitPolicy};
+use crate::options::{MemoryKind, Transport, WaitPolicy};
 use crate::perf::{Reports, spawn_rank};
-use crate::workload::MemoryKind;
 use anyhow::anyhow;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::time::Duration;
@@ -67,9 +66,10 @@ fn measure_cluster(
             trees: 1,
             shape: None,
             hybrid: false,
+            memory: MemoryKind::Registered,
             wait_policy: WaitPolicy::default(),
             deadline_ms: args.timeout_s.saturating_mul(1000),
-            work: Work::InTurns { groups: groups.to_vec(), memory: MemoryKind::Registered },
+            work: Work::InTurns { groups: groups.to_vec() },
         };
         children.push(config.parts.within(leaf, || spawn_rank(&mut supervisor, &job))?);
     }

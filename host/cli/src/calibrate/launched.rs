@@ -10,12 +10,11 @@ use crate::exit::Failure;
 use crate::job::{Report, Turns};
 use crate::options::Transport;
 use crate::ranks::{gather, joining, sum};
-use crate::workload::MemoryKind;
 use anyhow::anyhow;
 use std::time::Duration;
 use sumac::comm::DEFAULT_PORT;
 use sumac::select::CostTable;
-use sumac::{Communicator, JoinConfig};
+use sumac::{Communicator, JoinConfig, MemoryKind};
 
 /// Run as a rank.
 pub(super) fn run(args: &CalibrateArgs, groups: &[Turns], checked: Option<&CostTable>) -> Result<(), Failure> {
@@ -34,6 +33,7 @@ pub(super) fn run(args: &CalibrateArgs, groups: &[Turns], checked: Option<&CostT
             )));
         }
     };
+    config.memory = MemoryKind::Registered;
     config.deadline = Duration::from_secs(args.timeout_s);
     let world = Communicator::join(config).map_err(joining)?;
     let is_writing = world.rank() == 0;

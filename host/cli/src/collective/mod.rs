@@ -18,7 +18,7 @@ use crate::exit::Failure;
 use crate::files::{AgreeError, ArrayFile, Axis0, Format, Output, OutputHead, Shape, inspect_all};
 use crate::job::{FileWork, Piece, RankJob, Report, Work};
 use crate::layout::Layout;
-use crate::options::WaitPolicy;
+use crate::options::{MemoryKind, WaitPolicy};
 use crate::perf::{Reports, spawn_rank};
 use anyhow::{anyhow, bail};
 use args::RunArgs;
@@ -196,6 +196,7 @@ impl Job<'_> {
                 transport: run.transport,
                 shape: None,
                 hybrid: false,
+                memory: MemoryKind::Plain,
                 wait_policy: WaitPolicy::default(),
                 verbs: run.verbs.in_turn(rank as usize),
                 trees: 0,

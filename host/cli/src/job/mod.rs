@@ -12,14 +12,14 @@ pub(crate) use explained::Explained;
 
 use crate::exit::Failure;
 use crate::options::Algo;
-use crate::workload::{Check, MemoryKind, Placements};
+use crate::workload::{Check, Placements};
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 use std::io::{self, Write};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use sumac::select::{JobFacts, TreeTransport};
-use sumac::{Shape, Transport, WaitPolicy};
+use sumac::{MemoryKind, Shape, Transport, WaitPolicy};
 use sumac_hal::ctrl::Order;
 use sumac_hal::ctrl::secure::Key;
 use sumac_hal::ids::Rank;
@@ -57,6 +57,9 @@ pub(crate) struct RankJob {
     /// Whether it joins a tree for each rail, too.
     #[serde(default)]
     pub(crate) hybrid: bool,
+    /// The memory of its buffers.
+    #[serde(default)]
+    pub(crate) memory: MemoryKind,
     /// How it waits for other processes of its machine.
     #[serde(default)]
     pub(crate) wait_policy: WaitPolicy,
@@ -94,8 +97,6 @@ pub(crate) enum Work {
         warmup: u32,
         /// Measured iterations of each case.
         iterations: u32,
-        /// The memory of the buffers.
-        memory: MemoryKind,
         /// Which iterations are checked.
         check: Check,
         /// Where inputs and outputs lie.
@@ -108,8 +109,6 @@ pub(crate) enum Work {
     InTurns {
         /// The groups, in order.
         groups: Vec<Turns>,
-        /// The memory of the buffers.
-        memory: MemoryKind,
     },
     /// Report which path would be selected, and why.
     Explain {

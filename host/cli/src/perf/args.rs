@@ -7,13 +7,13 @@ use crate::chaos::RuleArgs;
 use crate::cluster::GivenDevice;
 use crate::options::{self, Algo, Links, OrderName, Transport};
 use crate::size::SizeBytes;
-use crate::workload::{Check, MemoryKind, Placements};
+use crate::workload::{Check, Placements};
 use clap::Args;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use sumac::comm::DEFAULT_PORT;
 use sumac::controller::TREES_MAX;
-use sumac::{Shape, WaitPolicy};
+use sumac::{MemoryKind, Shape, WaitPolicy};
 use sumac_hal::op::{Collective, Dtype, ReduceOp};
 
 /// The most ranks, each of which is a process on this machine.
@@ -109,8 +109,9 @@ pub(crate) struct PerfArgs {
     /// `auto` spins while each rank has a core, then yields, then sleeps. `spin` and `yield` never sleep.
     #[arg(long, value_name = "POLICY", value_parser = options::wait_policy_parser())]
     pub(super) wait_policy: Option<WaitPolicy>,
-    /// Memory of the ranks' buffers [default: registered]
-    #[arg(long, value_name = "KIND")]
+    /// Memory of the ranks' buffers: that of the communicator, which devices access zero-copy, or plain memory of the
+    /// process [default: registered]
+    #[arg(long, value_name = "KIND", value_parser = options::memory_parser())]
     pub(super) memory: Option<MemoryKind>,
     /// Where inputs and outputs lie [default: both, or in-place with --fault]
     ///
@@ -158,7 +159,7 @@ pub(crate) struct PerfArgs {
     #[arg(long = "timeout", value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=86_400))]
     pub(super) timeout_s: u64,
     /// Print candidates, costs and the selection for each row; run nothing
-    #[arg(long, conflicts_with_all = ["iterations", "warmup", "memory", "buffers", "check", "timeout_s", "csv"])]
+    #[arg(long, conflicts_with_all = ["iterations", "warmup", "buffers", "check", "timeout_s", "csv"])]
     pub(super) explain: bool,
     /// Algorithms by size that override the cost table for `--algo auto` (see `sumac controller --help`)
     #[arg(long, value_name = "FILE")]

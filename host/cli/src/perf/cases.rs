@@ -236,8 +236,8 @@ fn chosen<T: Copy + PartialEq>(choices: &[Choice<T>], default: T, all: &[T]) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::workload::MemoryKind;
     use clap::Parser;
+    use sumac::MemoryKind;
 
     #[derive(Parser)]
     struct Command {
@@ -401,7 +401,7 @@ mod tests {
             let error = refused(args);
             assert!(error.contains(why), "{args}: {error}");
         }
-        for option in ["-n", "-w", "-c", "--memory", "--buffers", "--timeout"] {
+        for option in ["-n", "-w", "-c", "--buffers", "--timeout"] {
             let value = match option {
                 "-c" => "ends",
                 "--memory" => "plain",

@@ -43,6 +43,7 @@ pub(super) fn run(args: &PerfArgs, reading: &Reading) -> Result<(), Failure> {
     config.trees = args.trees.unwrap_or(config.trees);
     config.shape = args.shape.or(config.shape);
     config.hybrid |= args.joins_rails();
+    config.memory = args.memory();
     config.wait_policy = args.wait_policy.unwrap_or(config.wait_policy);
     config.deadline = Duration::from_secs(args.timeout_s);
     let cases = args.cases().map_err(Failure::Input)?;

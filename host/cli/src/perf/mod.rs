@@ -257,15 +257,7 @@ fn start_ranks(
     let (warmup, iterations) = (args.warmup, args.iterations);
     let work = match args.explain {
         true => Work::Explain { cases },
-        false => Work::Perf {
-            cases,
-            warmup,
-            iterations,
-            memory: args.memory(),
-            check: args.check,
-            placements: args.placements(),
-            announced,
-        },
+        false => Work::Perf { cases, warmup, iterations, check: args.check, placements: args.placements(), announced },
     };
     (0_u32..)
         .zip(config.layout.hosts.iter().zip(&config.layout.leaves))
@@ -283,6 +275,7 @@ fn start_ranks(
                 trees: args.trees.unwrap_or(0),
                 shape: args.shape,
                 hybrid: args.joins_rails(),
+                memory: args.memory(),
                 wait_policy: args.wait_policy.unwrap_or_default(),
                 deadline_ms: args.timeout_s.saturating_mul(1000),
                 work: work.clone(),

@@ -79,7 +79,7 @@ pub(super) fn read_with(
 }
 
 /// Variables that a key of `[rank]` in a configuration file stands for.
-pub(super) const RANK_VARIABLES: [&str; 30] = [
+pub(super) const RANK_VARIABLES: [&str; 31] = [
     "SUMAC_ALGO",
     "SUMAC_BIND",
     "SUMAC_CONTROLLER",
@@ -91,6 +91,7 @@ pub(super) const RANK_VARIABLES: [&str; 30] = [
     "SUMAC_IFNAME",
     "SUMAC_JOIN_TIMEOUT",
     "SUMAC_KEY_FILE",
+    "SUMAC_MEMORY",
     "SUMAC_ORDER",
     "SUMAC_PROGRESS",
     "SUMAC_RECOVER",
