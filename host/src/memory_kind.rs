@@ -5,8 +5,8 @@ use std::fmt;
 
 /// What memory the buffers of a communicator's calls are in.
 ///
-/// Operations work on either. Where ranks share memory with their device, they copy plain memory in and out, which moves
-/// as many bytes again, so `auto` takes the tree less often than for registered memory.
+/// Operations work on either. Where ranks share memory with their device, they copy plain memory in and out, which
+/// moves as many bytes again, so `auto` takes the tree less often than for registered memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum MemoryKind {

@@ -44,7 +44,7 @@ fn copies_take_as_long_for_each_byte_as_was_measured_of_a_ring() {
 }
 
 #[test]
-fn ranks_of_one_host_take_the_device_for_registered_memory_and_a_host_algorithm_for_plain() {
+fn ranks_of_one_host_take_the_device_for_registered_memory_only() {
     let tree = TreeFacts { levels: 1, max_children: 4, chunk_len_bytes: 64 << 10, zero_copy_ranks: 4, ..TREE };
     for bytes in [256 << 10, 1 << 20, 16 << 20, 64 << 20] {
         let chosen = |memory| {
