@@ -18,7 +18,8 @@
 //! `data_path` recovers nothing: it returns [`Stop`](data_path::Stop) to the driver ([`mod@core`]). If the view is in
 //! question, the driver carries out what [`crate::recovery`] decides ([`change`]), and the loop goes on. A host
 //! collective goes from `calls` through `host` to [`crate::exec`], which drives the data path beside it, and is paused
-//! while the view changes. One by the rails is both ([`mod@hybrid`]).
+//! while the view changes. One by the rails is both ([`mod@hybrid`]), and one through relays is three, one after the
+//! other ([`relayed`]).
 //!
 //! Started operations and messages are tasks ([`task`]). With [`Progress::Thread`](options::Progress::Thread), callers
 //! put them into a queue ([`submissions`], by [`submit`]), and the communicator's thread ([`progress`]) begins, drives
