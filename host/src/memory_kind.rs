@@ -12,9 +12,9 @@ use std::fmt;
 pub enum MemoryKind {
     /// Memory of the communicator, from [`Communicator::alloc`](crate::Communicator::alloc), which devices access
     /// themselves.
+    #[default]
     Registered,
     /// Any other memory of the process.
-    #[default]
     Plain,
 }
 

@@ -263,7 +263,7 @@ ENVIRONMENT
   SUMAC_SHAPE          how the ranks lie: line, a grid as 4x8, or servers:4 [default: by machine]
   SUMAC_DEADLINE       deadline of calls that name none, in seconds [default: 60]
   SUMAC_STRAGGLER      wait, deadline:SECONDS or partial:SECONDS [default: wait]
-  SUMAC_MEMORY         memory of most buffers, for the algorithm auto: plain or registered [default: plain]
+  SUMAC_MEMORY         memory of most buffers, for the algorithm auto: plain or registered [default: registered]
   SUMAC_WAIT_POLICY    how to wait for processes of this machine: auto, spin, yield or sleep [default: auto]
   SUMAC_HIERARCHICAL   1 to combine ranks that share a host there first, 0 not to [default: 1]
   SUMAC_TREES          most trees to spread large operations over; 0: as many as are faster [default: 0]

@@ -91,7 +91,8 @@ pub(super) fn selection_context(
     shape.check(ranks).map_err(|error| invalid(&error))?;
     let declared = Declared::new(vec![children], ranks, order, shape).map_err(|error| invalid(&error))?;
     let (tree, rails) = (Err(no_tree.into()), Err("they are of ranks with memory of the host".into()));
-    let memory = MemoryKind::default();
+    // Its buffers are in the memory of GPUs.
+    let memory = MemoryKind::Registered;
     Ok(SelectionContext { ranks, ranks_per_host: 1, shape, order, tree, rails, table, declared, memory })
 }
 

@@ -5,7 +5,9 @@
 //! they are joined, so the cost is the same on all ranks.
 
 use super::model::{schedule_form, tree_form};
-use super::{CurveKind, JobFacts, RuledOut, SelectionContext, TreeFacts, bytes, curve, depends_on_order, supports};
+use super::{CurveKind, JobFacts, RuledOut, SelectionContext, TreeFacts};
+use super::{bytes, copies_seconds, curve, depends_on_order, supports};
+use crate::memory_kind::MemoryKind;
 use crate::schedule::{Algorithm, Shape, hybrid};
 use sumac_hal::op::{OpDesc, Path, ReduceOp};
 
@@ -74,5 +76,9 @@ fn seconds_of_rail(
 ) -> f64 {
     let ranks_per_host = facts.ranks_per_host;
     let rail = JobFacts { ranks: servers, ranks_per_host, shape: Shape::Line, tree: Some(*rails) };
-    tree_form(&rail, rails, block).seconds(&selection.table.constants_for(&rail, Path::Tree))
+    let seconds = tree_form(&rail, rails, block).seconds(&selection.table.constants_for(&rail, Path::Tree));
+    match selection.memory {
+        MemoryKind::Plain => seconds + copies_seconds(&selection.table, &rail, rails, block),
+        MemoryKind::Registered => seconds,
+    }
 }

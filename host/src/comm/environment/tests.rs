@@ -36,7 +36,7 @@ fn each_variable_sets_its_field() {
         ("SUMAC_VERBS", "mlx5_0:1"),
         ("SUMAC_RECOVER", "0"),
         ("SUMAC_PROGRESS", "thread"),
-        ("SUMAC_MEMORY", "registered"),
+        ("SUMAC_MEMORY", "plain"),
         ("SUMAC_WAIT_POLICY", "yield"),
         ("SUMAC_TENANT", "team-a"),
         ("SUMAC_WAIT_FOR_TREE", "90"),
@@ -70,7 +70,7 @@ fn each_variable_sets_its_field() {
         (Duration::from_secs(90), Straggler::Partial(Duration::from_millis(1500)));
     (expected.trees, expected.hybrid) = (8, true);
     expected.progress = Some(Progress::Thread);
-    (expected.memory, expected.wait_policy) = (MemoryKind::Registered, WaitPolicy::Yield);
+    (expected.memory, expected.wait_policy) = (MemoryKind::Plain, WaitPolicy::Yield);
     expected.udp.max_packet_len_bytes = Some(8192);
     expected.udp.peer = Some("10.0.0.1:7000".parse().expect("an address"));
     (expected.udp.receive_buffer_bytes, expected.udp.send_buffer_bytes) = (65_536, 32_768);

@@ -55,3 +55,14 @@ fn ranks_of_one_host_take_the_device_for_registered_memory_only() {
         assert_ne!(chosen(MemoryKind::Plain), Path::Tree, "{bytes} bytes");
     }
 }
+
+/// Each rank's block goes through the tree of its rail: 20 elements of 60.
+#[test]
+fn hybrid_counts_the_copies_of_a_block() {
+    let rails = TreeFacts { zero_copy_ranks: 2, ..TREE };
+    let at = |memory| {
+        let context = SelectionContext { rails: Ok(rails), memory, ..in_shape("servers:3", 6) };
+        cost(&context, &sum(60), Path::Hybrid).expect("a cost")
+    };
+    assert_eq!(at(MemoryKind::Plain) - at(MemoryKind::Registered), 2.0 * 80.0 * 2.0);
+}
