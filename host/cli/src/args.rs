@@ -260,7 +260,7 @@ ENVIRONMENT
   SUMAC_VERBS          RDMA port for verbs and rdma, as in mlx5_0:1 [default: the first that is active]
   SUMAC_ORDER          order of reduction: arrival, fold or pairwise [default: arrival]
   SUMAC_ALGO           algorithm of calls that name none [default: auto]
-  SUMAC_SHAPE          how the ranks lie: line, a grid as 4x8, or servers:4 [default: by machine]
+  SUMAC_SHAPE          how the ranks lie: line, a grid as 4x8, or servers:4 [default: by machine and fabric]
   SUMAC_DEADLINE       deadline of calls that name none, in seconds [default: 60]
   SUMAC_STRAGGLER      wait, deadline:SECONDS or partial:SECONDS [default: wait]
   SUMAC_MEMORY         memory of most buffers, for the algorithm auto: plain or registered [default: registered]

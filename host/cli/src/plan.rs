@@ -164,7 +164,7 @@ impl Request<'_> {
         let explanation = match self.args.explain {
             true => {
                 let limits = self.limits(self.fabric, size(self.args))?;
-                let shape = self.args.algorithm.shape();
+                let shape = self.args.algorithm.shape;
                 self.check_shape(&trees)?;
                 Some(planner.explain(&self.hosts, &limits, (&trees, shape)).map_err(Failure::input)?)
             }

@@ -48,13 +48,16 @@ fn generated_fabric_is_shown_planned_and_compared() {
     let json: Value = serde_json::from_str(&printed(&[&trees[..], &["--json"]].concat())).expect("JSON");
     assert_eq!(json["rate"]["gbits"], 800.0);
     let explained = printed(&[&trees[..], &["--explain"]].concat());
-    for line in ["algorithms, in the order of ranks:", "fastest: ", "  hd ", "  seconds of ", "root "] {
+    for line in ["algorithms, in the order of ranks (", "fastest: ", "  hd ", "  seconds of ", "root "] {
         assert!(explained.lines().any(|explained| explained.starts_with(line)), "{line} not in\n{explained}");
     }
-    assert!(!explained.contains("2d-torus"), "the hosts are in a line: {explained}");
+    assert!(explained.contains("algorithms, in the order of ranks (servers:4):\n"), "four hosts a leaf: {explained}");
+    let in_line = printed(&[&trees[..], &["--explain", "--shape", "line"]].concat());
+    assert!(explained.contains("  2d-torus") && !in_line.contains("2d-torus"), "{in_line}");
     let explained: Value =
         serde_json::from_str(&printed(&[&trees[..], &["--explain", "--json"]].concat())).expect("JSON");
     assert_eq!(explained["explanation"]["algorithms"][1]["name"], "2 trees");
+    assert_eq!(explained["explanation"]["shape"], "servers:4");
     let shaped = printed(&[&trees[..], &["--explain", "--shape", "2x4"]].concat());
     // What the rows send first, four ranks of a leaf send over one cable.
     let is_torus = |line: &str| line.starts_with("  2d-torus") && line.contains(" 8 steps; load 3.250; 4 messages on");

@@ -44,7 +44,7 @@ impl Communicator {
     /// [`JoinConfig::join_timeout`](super::JoinConfig). This communicator stays as it is.
     ///
     /// The controller decides which ranks survive, the same for all. With a declared order, the new communicator has
-    /// its own expression, over fewer ranks. If there are fewer, its shape is that of their machines.
+    /// its own expression, over fewer ranks. If there are fewer, its shape is that of their machines or hosts.
     ///
     /// # Errors
     /// [`ShrinkError`] if this rank is no longer a member, or the controller or the join fails.

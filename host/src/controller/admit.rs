@@ -213,7 +213,7 @@ fn build_placement(
             Ok(placement)
         });
         let is_faster = |by_packets: &Placement| {
-            let facts = |placement: &Placement| placement.job_facts(request.requests);
+            let facts = |placement: &Placement| placement.job_facts(request);
             prefers_packets(&config.table, &facts(&placement), &facts(by_packets))
         };
         if let Some(by_packets) = by_packets.ok().filter(is_faster) {

@@ -82,7 +82,11 @@ impl Machine {
         now: Instant,
     ) -> Result<Self, ControllerError> {
         check(&config)?;
-        let state = State::new(&config, started_ms, entropy, now);
+        let mut state = State::new(&config, started_ms, entropy, now);
+        // Before anything waits for this machine.
+        if let Some(fabric) = &config.fabric {
+            state.index().groups(fabric);
+        }
         let clients = BTreeMap::new();
         let principals = BTreeMap::new();
         let pair = config.pair.clone().map(|pair| Pair::new(pair, now));

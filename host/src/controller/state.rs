@@ -299,7 +299,7 @@ impl State {
             None => None,
         };
         if let Some(rail) = &request.terms.rail {
-            self.check_rail(&request, rail)?;
+            self.check_rail(config, &request, rail)?;
         }
         if !self.jobs.contains_key(&name) {
             self.check_jobs(config)?;

@@ -52,7 +52,10 @@ pub struct JoinConfig {
     pub algo: Algo,
     /// How the job's ranks lie, for algorithms that use it; it must fit `world`. A communicator that is split or shrunk
     /// from this one has it only if it has as many ranks. `None`, the default: servers, if each machine has equally
-    /// many consecutive ranks, otherwise a line. Must be the same on all ranks.
+    /// many consecutive ranks, otherwise as their hosts lie on the controller's fabric ([`topo::Groups`]), or a line.
+    /// Must be the same on all ranks.
+    ///
+    /// [`topo::Groups`]: crate::topo::Groups
     pub shape: Option<Shape>,
     /// The default time limit of calls. Default 60 s.
     pub deadline: Duration,

@@ -13,6 +13,8 @@ use std::fmt::Write as _;
 /// What each way would take, and why other roots lost.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Explanation {
+    /// How the ranks lie.
+    pub shape: String,
     /// The algorithms, the planned trees first.
     pub algorithms: Vec<Algorithm>,
     /// Which way is the fastest from which size on.
@@ -134,7 +136,7 @@ pub(super) fn explain(
     let others = runners_up(fabric, index, ranks, limits)?;
     let others = others.into_iter().filter(|other| other.root != plan.root().switch).take(ROOTS_MAX);
     let roots = others.map(|other| other_root(fabric, &own, plan.levels, &other)).collect();
-    Ok(Explanation { algorithms, crossings, roots })
+    Ok(Explanation { shape: shape.to_string(), algorithms, crossings, roots })
 }
 
 fn other_root(fabric: &Fabric, own: &[(u64, f64)], levels: usize, other: &RunnerUp) -> OtherRoot {
@@ -167,7 +169,7 @@ fn other_root(fabric: &Fabric, own: &[(u64, f64)], levels: usize, other: &Runner
 impl Explanation {
     /// Render it as lines of text, each ending in a newline.
     pub fn to_text(&self) -> String {
-        let mut text = String::from("algorithms, in the order of ranks:\n");
+        let mut text = format!("algorithms, in the order of ranks ({}):\n", self.shape);
         for way in &self.algorithms {
             let load = way.load.map_or(String::new(), |load| format!("load {load:.3}; "));
             let _ = writeln!(text, "  {:<13} {:>6} steps; {load}{}", way.name, way.steps, way.limit);

@@ -62,7 +62,7 @@ pub use trees::{PlannedTree, Trees, TreesLimit};
 pub use verify::{Violation, verify, verify_trees};
 
 use crate::schedule::Shape;
-use crate::topo::{Fabric, HostId, LinkId, SwitchId};
+use crate::topo::{Fabric, Groups, HostId, LinkId, SwitchId};
 use index::FabricIndex;
 use std::sync::{Arc, OnceLock};
 use sumac_hal::ids::Rank;
@@ -248,7 +248,8 @@ impl<'f> Planner<'f> {
     }
 
     /// Explain trees that were planned for these hosts within these limits: what other algorithms would take, and why
-    /// other roots lost. Algorithms of several dimensions need the shape of the hosts, in the order of ranks.
+    /// other roots lost. `shape` is that of the hosts in the order of ranks; `None`: as the fabric has them
+    /// ([`Groups`]).
     ///
     /// # Errors
     /// [`PlanError`], as for the plan.
@@ -256,8 +257,12 @@ impl<'f> Planner<'f> {
         &self,
         hosts: &HostSelection,
         limits: &Limits,
-        (trees, shape): (&Trees, Shape),
+        (trees, shape): (&Trees, Option<Shape>),
     ) -> Result<Explanation, PlanError> {
+        let shape = shape.unwrap_or_else(|| {
+            let ranks: Vec<HostId> = trees.trees[0].plan.ranks.iter().map(|rank| rank.host).collect();
+            Groups::new(self.fabric).shape_of(self.fabric, &ranks)
+        });
         explain::explain(self.fabric, &self.index, (&self.resolve(hosts)?, limits), (trees, shape))
     }
 
@@ -282,18 +287,26 @@ impl<'f> Planner<'f> {
 /// What a planner keeps of a fabric, shared by all plans on it. It is prepared by the first plan, so that this takes
 /// place wherever plans are made.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct KeptIndex(Arc<OnceLock<Arc<FabricIndex>>>);
+pub(crate) struct KeptIndex {
+    index: Arc<OnceLock<Arc<FabricIndex>>>,
+    groups: Arc<OnceLock<Groups>>,
+}
 
 impl KeptIndex {
+    /// The groups of the fabric, which must always be the same one. They are prepared by the first call.
+    pub(crate) fn groups(&self, fabric: &Fabric) -> &Groups {
+        self.groups.get_or_init(|| Groups::new(fabric))
+    }
+
     /// A planner for the fabric, which must always be the same one.
     pub(crate) fn planner<'f>(&self, fabric: &'f Fabric) -> Planner<'f> {
-        let index = self.0.get_or_init(|| Arc::new(FabricIndex::new(fabric)));
+        let index = self.index.get_or_init(|| Arc::new(FabricIndex::new(fabric)));
         Planner { fabric, index: Arc::clone(index) }
     }
 
     /// Find a switch of the fabric, in constant time once a plan was made.
     pub(crate) fn find_switch(&self, fabric: &Fabric, name: &str) -> Option<SwitchId> {
-        match self.0.get() {
+        match self.index.get() {
             Some(index) => index.find_switch(fabric, name),
             None => fabric.find_switch(name),
         }

@@ -23,7 +23,7 @@ pub enum Shape {
     Line,
     /// In a grid.
     Grid(Dims),
-    /// On servers, each with this many consecutive ranks.
+    /// On servers, or in groups of the fabric, each with this many consecutive ranks.
     Servers(NonZeroU32),
 }
 

@@ -1,6 +1,7 @@
 //! Tests the readers with fixtures, a real dump, malformed texts of every known kind, and a test-only writer.
 
 mod formats;
+mod groups;
 mod inside;
 mod selections;
 mod shapes;

@@ -51,7 +51,7 @@ pub(crate) struct RankJob {
     /// The maximum number of trees; 0: as many as are faster.
     #[serde(default)]
     pub(crate) trees: u8,
-    /// How the ranks lie. `None`: by their machines.
+    /// How the ranks lie. `None`: by their machines, or the fabric.
     #[serde(default)]
     pub(crate) shape: Option<Shape>,
     /// Whether it joins a tree for each rail, too.

@@ -36,7 +36,8 @@ pub(crate) struct AlgorithmArgs {
     /// Root of the collective of --algo
     #[arg(long, value_name = "RANK", default_value_t = 0, requires = "algo")]
     root: u32,
-    /// How the ranks of --algo or --explain lie: line, a grid as 2x4, or servers:4 [default: line]
+    /// How the ranks of --algo or --explain lie: line, a grid as 2x4, or servers:4 [default: line,
+    /// for --explain as the fabric has them]
     #[arg(long, value_name = "SHAPE", value_parser = clap::value_parser!(Shape))]
     pub(super) shape: Option<Shape>,
     /// Count what --algo loads onto each link: torus or mesh, of the dimensions of the shape, full-mesh,

@@ -1,28 +1,45 @@
 //! What path selection needs to know of a tree.
 
-use super::{PlacedNode, Placement};
+use super::rails::find_adapter;
+use super::{PlacedNode, Placement, PlacementRequest};
+use crate::controller::ControllerConfig;
 use crate::controller::proto::JoinRequest;
+use crate::plan::KeptIndex;
 use crate::schedule::Shape;
 use crate::select::{JobFacts, TreeFacts, ranks_per_host};
+use crate::topo::HostId;
+use std::collections::BTreeSet;
 
 /// Return the shape of a job whose ranks, in order, sent `requests`: the one that they ask for, or that of their
-/// machines.
-pub(in crate::controller) fn job_shape<'a>(requests: impl Iterator<Item = &'a JoinRequest>) -> Shape {
-    let mut asked = None;
-    let machine = |request: &JoinRequest| {
-        asked = asked.or(request.terms.shape);
-        request.mesh_addr.ip()
+/// machines, or if these are no servers of several ranks, that of their hosts on the fabric. Ranks that name none are
+/// at the first ones, as their tree is planned.
+pub(in crate::controller) fn job_shape<'a>(
+    requests: impl Iterator<Item = &'a JoinRequest>,
+    (config, index): (&ControllerConfig, &KeptIndex),
+) -> Shape {
+    let requests: Vec<&JoinRequest> = requests.collect();
+    if let Some(asked) = requests.iter().find_map(|request| request.terms.shape) {
+        return asked;
+    }
+    let machines: Vec<_> = requests.iter().map(|request| request.mesh_addr.ip()).collect();
+    let of_machines = Shape::of_machines(&machines);
+    let Some(fabric) = config.fabric.as_ref().filter(|_| of_machines == Shape::Line) else { return of_machines };
+    let are_alone = machines.iter().collect::<BTreeSet<_>>().len() == machines.len();
+    let hosts: Option<Vec<HostId>> = if requests.iter().all(|request| request.host.is_none()) {
+        Some(fabric.host_ids().take(requests.len()).collect()).filter(|_| are_alone)
+    } else {
+        requests.iter().map(|request| find_adapter(fabric, request.host.as_deref()?)).collect()
     };
-    let machines: Vec<_> = requests.map(machine).collect();
-    asked.unwrap_or_else(|| Shape::of_machines(&machines))
+    let hosts = hosts.filter(|hosts| hosts.len() == requests.len());
+    hosts.map_or(Shape::Line, |hosts| index.groups(fabric).shape_of(fabric, &hosts))
 }
 
 impl Placement {
     /// The properties of the job that costs depend on.
-    pub(super) fn job_facts(&self, requests: &[&JoinRequest]) -> JobFacts {
+    pub(super) fn job_facts(&self, request: PlacementRequest<'_>) -> JobFacts {
+        let requests = request.requests;
         let ranks_per_host = ranks_per_host(requests.iter().map(|request| request.mesh_addr.ip()));
-        let (ranks, shape) = (requests.len() as u32, job_shape(requests.iter().copied()));
-        JobFacts { ranks, ranks_per_host, shape, tree: Some(self.facts()) }
+        JobFacts { ranks: requests.len() as u32, ranks_per_host, shape: request.shape, tree: Some(self.facts()) }
     }
 
     /// The tree's properties that path selection uses.

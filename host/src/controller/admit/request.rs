@@ -3,6 +3,7 @@
 use super::NarrowPaths;
 use crate::controller::device::Device;
 use crate::controller::proto::JoinRequest;
+use crate::schedule::Shape;
 use crate::topo::HostId;
 use crate::transport::local::HostGroups;
 use std::sync::Arc;
@@ -14,6 +15,8 @@ pub(in crate::controller) struct PlacementRequest<'j> {
     pub(in crate::controller) tenant: &'j str,
     /// In order of rank.
     pub(in crate::controller) requests: &'j [&'j JoinRequest],
+    /// How the ranks lie.
+    pub(in crate::controller) shape: Shape,
     /// The devices that the job is pinned to, root first; empty to plan on the fabric.
     pub(in crate::controller) pinned: &'j [String],
     /// The hosts whose ranks combine before they contribute.

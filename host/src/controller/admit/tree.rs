@@ -1,6 +1,5 @@
 //! Plans a job's tree on the fabric with the devices that are connected.
 
-use super::facts::job_shape;
 use super::rails::find_adapter;
 use super::{Devices, PlacementRequest, children_max, shard_of};
 use crate::controller::ControllerConfig;
@@ -46,9 +45,8 @@ pub(super) fn link_facts(
 ) -> Option<LinkFacts> {
     let communicator = request.requests.first()?.communicator();
     let pricing = Pricing { load: ledger.load_by_others(request.tenant, communicator), ..limits.pricing };
-    let shape = job_shape(request.requests.iter().copied());
     let places = groups.group_of_ranks();
-    let times = planner.cable_times(plan, &Limits { pricing, ..limits }, (&places, shape))?;
+    let times = planner.cable_times(plan, &Limits { pricing, ..limits }, (&places, request.shape))?;
     let ps = |byte_s: f64| (byte_s * 1e12).round() as u64;
     Some(LinkFacts {
         tree_byte_ps: ps(times.tree_s),

@@ -138,9 +138,11 @@ impl Machine {
         let devices = self.state.devices.values().chain(self.state.host_devices.values()).map(|device| device.conn);
         let conns: Vec<_> = self.clients.keys().copied().chain(devices).collect();
         let mut output = std::mem::take(&mut self.state.output);
+        let index = std::mem::take(self.state.index());
         conns.into_iter().for_each(|conn| output.close(conn));
         self.state = State::new(&self.config, now_ms, self.state.entropy(), self.state.now);
         self.state.output = output;
+        *self.state.index() = index;
         (self.drops_plan, self.drops_report) = (self.is_planning, self.is_reporting);
         (self.claimed_at, self.due) = (None, self.state.now);
         self.clients.clear();

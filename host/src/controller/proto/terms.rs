@@ -29,13 +29,13 @@ pub struct Terms {
     pub hybrid: bool,
     /// The job of which this one is a rail, if it is one.
     pub rail: Option<RailOf>,
-    /// The shape that the job asks for. `None`: that of its machines.
+    /// The shape that the job asks for. `None`: that of its machines, or of their hosts on the fabric.
     pub shape: Option<Shape>,
 }
 
 impl Default for Terms {
     /// [`DEFAULT_TENANT`], no wait, no migration, no host device, as many trees as are faster, one adapter, no
-    /// rails, the shape of its machines.
+    /// rails, the shape of its machines or hosts.
     fn default() -> Self {
         Self {
             tenant: DEFAULT_TENANT.to_owned(),

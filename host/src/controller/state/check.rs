@@ -97,8 +97,7 @@ pub(super) fn agree(
         return Err(disagree("whether they join rails (SUMAC_HYBRID)", rails(request), rails(first)));
     }
     if request.terms.shape != first.terms.shape {
-        let shape =
-            |request: &JoinRequest| request.terms.shape.map_or("of its machines".into(), |shape| shape.to_string());
+        let shape = |request: &JoinRequest| request.terms.shape.map_or("not set".into(), |shape| shape.to_string());
         return Err(disagree("the shape", shape(request), shape(first)));
     }
     if request.order != first.order {

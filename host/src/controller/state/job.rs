@@ -11,7 +11,8 @@ use crate::controller::device::Device;
 use crate::controller::outbox::Frames;
 use crate::controller::output::{ConnId, Outputs};
 use crate::controller::proto::{ClientReply, JoinRequest, Membership, QueuePosition};
-use crate::plan::Child;
+use crate::plan::{Child, KeptIndex};
+use crate::schedule::Shape;
 use crate::schedule::tree::Tree;
 use crate::secret::JobSecret;
 use std::collections::{BTreeMap, BTreeSet};
@@ -145,6 +146,11 @@ impl Job {
         self.members.get(&rank).is_some_and(|member| member.client == client)
     }
 
+    /// How its ranks lie.
+    pub(super) fn shape(&self, fabric: (&ControllerConfig, &KeptIndex)) -> Shape {
+        job_shape(self.members.values().map(|member| &*member.request), fabric)
+    }
+
     /// The expression that the job evaluates. Without a tree, it is one node with all ranks, so that a declared order
     /// is still defined.
     fn expression_of(&self, placed: &Result<Placement, String>) -> Vec<Vec<Child>> {
@@ -165,7 +171,7 @@ impl Job {
     pub(super) fn send_memberships(
         &mut self,
         output: &mut Outputs,
-        config: &ControllerConfig,
+        (config, shape): (&ControllerConfig, Shape),
         queue: Option<QueuePosition>,
         reply: impl Fn(Box<Membership>) -> ClientReply,
     ) {
@@ -176,7 +182,6 @@ impl Job {
         let expression = self.expression_of(placed);
         let hosts: BTreeSet<_> = mesh.iter().map(|addr| addr.ip()).collect();
         let (secret, table) = (self.secret.clone(), config.table.for_hosts(hosts.len()));
-        let shape = job_shape(self.members.values().map(|member| &*member.request));
         let messages = MembershipMessages::new(SharedFields { mesh, recovery_mesh, secret, expression, table, shape });
         for (rank, member) in &self.members {
             let striping = self.trees.striping_of(config.fabric.as_ref(), *rank);

@@ -180,8 +180,9 @@ impl State {
         }
         let place = self.queue.position(name, &self.ledger);
         let Some(job) = self.jobs.get_mut(name) else { return };
+        let shape = job.shape((config, &self.planning.index));
         if is_new {
-            return job.send_memberships(&mut self.output, config, place, ClientReply::Joined);
+            return job.send_memberships(&mut self.output, (config, shape), place, ClientReply::Joined);
         }
         if let Some(placed) = &job.placement {
             self.recoveries.end_with_tree(name, placed, self.now);
@@ -190,7 +191,10 @@ impl State {
         (job.tree_suspected, job.is_moving, job.offer) = (false, false, None);
         job.clear_replan_requests();
         let view = job.view;
-        job.send_memberships(&mut self.output, config, place, |membership| ClientReply::Replanned { view, membership });
+        job.send_memberships(&mut self.output, (config, shape), place, |membership| ClientReply::Replanned {
+            view,
+            membership,
+        });
     }
 
     /// All ranks have requested a replacement for their tree.

@@ -5,12 +5,14 @@ use super::placement::{NoTree, Wait};
 use super::planning::PlaceJob;
 use super::stripes::SiblingTrees;
 use crate::controller::ControllerConfig;
+use crate::controller::admit::facts::job_shape;
 use crate::controller::admit::{Devices, GroupIds, HostBlock, NarrowPaths, Placement, PlacementRequest, draft};
 use crate::controller::device::Device;
 use crate::controller::proto::JoinRequest;
 use crate::controller::queue::{BlockedOn, Candidate, Reservations};
 use crate::controller::resources::{ResourceLedger, Shortage};
 use crate::plan::{Child, KeptIndex};
+use crate::schedule::Shape;
 use crate::schedule::tree::Tree;
 use crate::secret::JobSecret;
 use std::collections::BTreeSet;
@@ -111,6 +113,11 @@ impl Plan {
         self.job.tenant()
     }
 
+    /// How the ranks of the job lie.
+    pub(super) fn shape(&self, config: &ControllerConfig) -> Shape {
+        job_shape(self.job.requests.iter().map(Arc::as_ref), (config, &self.index))
+    }
+
     /// Draft a tree for the job, or find out why there is none and what it could wait for.
     fn draft_or_explain(&self, config: &ControllerConfig) -> Result<Placement, NoTree> {
         let requests = self.requests();
@@ -118,6 +125,7 @@ impl Plan {
         let request = PlacementRequest {
             tenant,
             requests: &requests,
+            shape: self.shape(config),
             pinned: &job.pinned,
             hosts: &job.hosts,
             narrow: &job.narrow,
@@ -186,6 +194,7 @@ impl Plan {
         let request = PlacementRequest {
             tenant,
             requests: &requests,
+            shape: self.shape(config),
             pinned: &job.pinned,
             hosts: &job.hosts,
             narrow: &job.narrow,

@@ -79,6 +79,11 @@ impl Job {
 }
 
 impl State {
+    /// What plans share of the fabric.
+    pub(in crate::controller) const fn index(&mut self) -> &mut KeptIndex {
+        &mut self.planning.index
+    }
+
     /// Plan a tree for a job whose ranks have all requested one.
     pub(super) fn request_tree(&mut self, name: &str, tries: u32) {
         self.push_placement(name, tries, false);

@@ -10,7 +10,7 @@
 
 use super::State;
 use super::job::Job;
-use crate::controller::admit::facts::job_shape;
+use crate::controller::ControllerConfig;
 use crate::controller::limits::TREES_MAX;
 use crate::controller::proto::{JoinRefusal, JoinRequest, RailOf};
 use crate::schedule::hybrid;
@@ -25,7 +25,12 @@ impl Job {
 
 impl State {
     /// Check that a rank may join a rail.
-    pub(super) fn check_rail(&self, request: &JoinRequest, rail: &RailOf) -> Result<(), JoinRefusal> {
+    pub(super) fn check_rail(
+        &self,
+        config: &ControllerConfig,
+        request: &JoinRequest,
+        rail: &RailOf,
+    ) -> Result<(), JoinRefusal> {
         let refuse = |why: String| Err(JoinRefusal::Rail { job: request.job.clone(), why });
         let job = self.jobs.get(&rail.job).filter(|job| job.placement.is_some() && !job.members.is_empty());
         let Some((job, first)) = job.and_then(|job| Some((job, job.first()?))) else {
@@ -34,7 +39,7 @@ impl State {
         if !first.request.terms.hybrid {
             return refuse(format!("job {:?} has no rails", rail.job));
         }
-        let shape = job_shape(job.members.values().map(|member| &*member.request));
+        let shape = job.shape((config, &self.planning.index));
         let Some([servers, each]) = hybrid::servers(shape, job.world) else {
             return refuse(format!("{} ranks of shape {shape} are not on servers of several", job.world));
         };

@@ -152,9 +152,11 @@ impl State {
         if matches!(refusal, Refusal::NoZeroCopy(_) | Refusal::NoRedoMemory { .. }) && is_zero_copy {
             let requests: Vec<&JoinRequest> = job.members.values().map(|member| &*member.request).collect();
             let (tenant, narrow) = (job.tenant(), &job.narrow);
+            let shape = job.shape((config, &self.planning.index));
             let request = PlacementRequest {
                 tenant,
                 requests: &requests,
+                shape,
                 pinned: &[],
                 hosts: &[],
                 narrow,

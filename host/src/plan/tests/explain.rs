@@ -10,7 +10,7 @@ use sumac_hal::op::Path;
 fn explained(fabric: &Fabric, limits: &Limits) -> (Trees, Explanation) {
     let planner = Planner::new(fabric);
     let trees = planner.plan_trees(&HostSelection::All, limits, 1).expect("a tree");
-    let explanation = planner.explain(&HostSelection::All, limits, (&trees, Shape::Line)).expect("explained");
+    let explanation = planner.explain(&HostSelection::All, limits, (&trees, Some(Shape::Line))).expect("explained");
     (trees, explanation)
 }
 
