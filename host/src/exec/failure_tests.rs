@@ -439,3 +439,25 @@ fn abort_keeps_the_number_of_the_call_that_failed() {
         assert_eq!(aborted, [Some(5), Some(5), None], "the context of operation 4 is of call 5");
     }
 }
+
+/// In a ring, the rank opposite hears of the error only from its neighbours.
+#[test]
+fn forwarded_abort_keeps_the_number_of_the_call_that_failed() {
+    let ring = |mesh: &mut Mesh, op_index| {
+        all_reduce(mesh, op_index, Path::Ring, Dtype::I32, ReduceOp::Sum, &mut [0; 64])
+    };
+    let mut meshes = meshes(4);
+    let error = ExecError::Interrupted { rank: Rank(2), reason: "enough".into() };
+    let results = on_ranks(&mut meshes, |mesh| {
+        ring(mesh, 3)?;
+        if mesh.place().rank() != Rank(2) {
+            return ring(mesh, 6);
+        }
+        let (schedule, ctx) = (dissemination::barrier(mesh.place()), context(4, OpDesc::barrier(), Path::Ring));
+        Execution::new(mesh, &schedule, None, &mut [][..], &ctx)?.cancel(error.clone());
+        Err(error.clone())
+    });
+    assert_eq!(results, [(); 4].map(|()| Err(error.clone())));
+    let aborted: Vec<_> = meshes.iter().map(Mesh::aborted_call).collect();
+    assert_eq!(aborted, [Some(5), Some(5), None, Some(5)], "the context of operation 4 is of call 5");
+}
