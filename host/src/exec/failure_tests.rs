@@ -443,9 +443,8 @@ fn abort_keeps_the_number_of_the_call_that_failed() {
 /// In a ring, the rank opposite hears of the error only from its neighbours.
 #[test]
 fn forwarded_abort_keeps_the_number_of_the_call_that_failed() {
-    let ring = |mesh: &mut Mesh, op_index| {
-        all_reduce(mesh, op_index, Path::Ring, Dtype::I32, ReduceOp::Sum, &mut [0; 64])
-    };
+    let ring =
+        |mesh: &mut Mesh, op_index| all_reduce(mesh, op_index, Path::Ring, Dtype::I32, ReduceOp::Sum, &mut [0; 64]);
     let mut meshes = meshes(4);
     let error = ExecError::Interrupted { rank: Rank(2), reason: "enough".into() };
     let results = on_ranks(&mut meshes, |mesh| {
