@@ -65,6 +65,7 @@ impl BarMemory {
     }
 
     /// Return the memory.
+    #[inline]
     pub fn words(&self) -> &[AtomicU64] {
         // SAFETY: the mapping is page-aligned and stays accessible. Both sides access it through atomics; a peer that
         // does not can corrupt values only.

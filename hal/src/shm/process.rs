@@ -39,6 +39,7 @@ impl ProcessMark {
 
     /// Return whether this process was forked from the one that created the mark. With `MADV_WIPEONFORK` (Linux 4.14)
     /// this is one load.
+    #[inline]
     pub fn is_forked(&self) -> bool {
         // SAFETY: the page is mapped for as long as this value exists, and has room for the word.
         self.page

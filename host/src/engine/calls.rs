@@ -63,8 +63,6 @@ impl Core {
 
     fn run_to_end(&mut self, desc: OpDesc, buffers: &mut Buffers<'_>, options: &CallOptions) -> Result<Outcome, Error> {
         self.check_usable()?;
-        let extent = Extent::of(&desc, self.data.place)?;
-        extent.check(&desc, buffers)?;
         let is_in_place = matches!(buffers, Buffers::InPlace(_));
         let is_short = is_for_board(&desc, Path::OneShot, self.data.place.ranks());
         let decided = if is_short { self.decided_before((&desc, options), is_in_place) } else { None };
@@ -72,6 +70,8 @@ impl Core {
         if let Some(result) = decided.as_ref().and_then(|decided| run(self, decided, buffers.reborrow())) {
             return result;
         }
+        let extent = Extent::of(&desc, self.data.place)?;
+        extent.check(&desc, buffers)?;
         let result = self.run_checked((desc, options), &extent, buffers, decided.as_deref());
         if let (true, None, Ok(outcome)) = (is_short, decided, &result) {
             self.keep_decided((&desc, outcome.path), options, is_in_place);

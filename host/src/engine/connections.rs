@@ -34,18 +34,11 @@ impl Connections {
     }
 
     /// Attempt a round as the next operation, that of call `number`; returns its index, too.
-    ///
-    /// # Errors
-    /// As those of [`Mesh::attempt`].
-    pub(super) fn attempt(
-        &mut self,
-        (round, number): (&Round, u32),
-        buffers: Buffers<'_>,
-    ) -> Result<(Attempt, u64), ExecError> {
+    pub(super) fn attempt(&mut self, (round, number): (&Round, u32), buffers: Buffers<'_>) -> (Attempt, u64) {
         let op_index = self.scheduled;
-        let attempt = self.mesh.attempt(round, (op_index, number), buffers)?;
+        let attempt = self.mesh.attempt(round, (op_index, number), buffers);
         self.scheduled += u64::from(attempt != Attempt::None);
-        Ok((attempt, op_index))
+        (attempt, op_index)
     }
 
     /// Run a schedule to completion.

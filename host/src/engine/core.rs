@@ -204,7 +204,16 @@ impl Core {
         (after(now, limit), limit)
     }
 
+    #[inline]
     pub(super) fn check_usable(&mut self) -> Result<(), Error> {
+        match self.data.ended.is_none() && !self.notices().is_cancelled() {
+            true => Ok(()),
+            false => self.check_ended(),
+        }
+    }
+
+    #[cold]
+    fn check_ended(&mut self) -> Result<(), Error> {
         match &self.data.ended {
             Some(error) if std::mem::take(&mut self.is_end_unreported) => Err(error.clone()),
             // The call has not begun, so its output is unchanged.

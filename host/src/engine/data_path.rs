@@ -340,6 +340,7 @@ impl DataPath {
     }
 
     /// Return a number that changes whenever calls may be selected another path than before, or for another reason.
+    #[inline]
     pub(super) fn generation(&mut self) -> u64 {
         self.selection.generation(self.watch.notices.queue_position(), self.tree.excluded_ranks())
     }

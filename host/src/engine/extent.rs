@@ -152,6 +152,7 @@ mod tests {
                         let lens =
                             [Buffer::Input, Buffer::Output].map(|buffer| layout.len(buffer) * desc.element_bytes());
                         assert_eq!([extent.input.len(), extent.output.len()], lens, "{algorithm:?} {desc} {place:?}");
+                        assert_eq!(Some(&extent.whole), lens.iter().max(), "{algorithm:?} {desc} {place:?}");
                         if let Some(at) = layout.in_place_at {
                             let offset = extent.input.start.max(extent.output.start);
                             assert_eq!(offset, at * desc.element_bytes(), "{algorithm:?} {desc} {place:?}");

@@ -40,6 +40,8 @@ pub(crate) struct Notices {
     pub(crate) dropped: Dropped,
     /// The job's position in the queue for a tree.
     queue: Mutex<Queue>,
+    /// Whether the job has a position there. Calls look at it instead of locking.
+    is_queued: AtomicBool,
     /// Changes the view if no call does.
     on_question: OnceLock<OnQuestion>,
     /// Threads that change the view, and the progress thread.
@@ -112,6 +114,7 @@ impl Notices {
         let queue = Mutex::new(Queue { position: None, is_updated: false });
         Self {
             queue,
+            is_queued: AtomicBool::new(false),
             has_news,
             is_cancelled,
             process: ProcessMark::new(),
@@ -239,7 +242,9 @@ impl Notices {
 
     /// The controller reports the job's position in its queue.
     pub(super) fn set_queue_position(&self, position: Option<QueuePosition>) {
-        *self.queue() = Queue { position, is_updated: true };
+        let mut queue = self.queue();
+        *queue = Queue { position, is_updated: true };
+        self.is_queued.store(position.is_some(), Ordering::Release);
     }
 
     /// Set the position reported on joining, unless a notice has updated it already: notices are newer, but may be read
@@ -248,11 +253,12 @@ impl Notices {
         let mut queue = self.queue();
         if !queue.is_updated {
             queue.position = position;
+            self.is_queued.store(position.is_some(), Ordering::Release);
         }
     }
 
     pub(crate) fn queue_position(&self) -> Option<QueuePosition> {
-        self.queue().position
+        if self.is_queued.load(Ordering::Acquire) { self.queue().position } else { None }
     }
 
     fn queue(&self) -> MutexGuard<'_, Queue> {
@@ -343,9 +349,15 @@ impl Notices {
         self.job_view.load(Ordering::Acquire)
     }
 
+    /// Return whether anything was reported that may call the view into question.
+    #[inline]
+    pub(super) fn has_news(&self) -> bool {
+        self.has_news.load(Ordering::Acquire)
+    }
+
     /// Return whether this view must change, because ranks are lost, another rank requests it or the job is aborted.
     pub(super) fn needs_view_change(&self, epoch: u64) -> bool {
-        if !self.has_news.load(Ordering::Acquire) {
+        if !self.has_news() {
             return false;
         }
         let peers = self.peers();

@@ -59,12 +59,12 @@ impl Core {
         self.check_usable()?;
         let is_in_place = matches!(buffers, Buffers::InPlace(_));
         let PreparedCall { desc, options, extent, decided } = call;
-        extent.check(desc, &buffers)?;
         let before = decided.as_ref().and_then(|decided| self.run_round((desc, options), decided, buffers.reborrow()));
         if let Some(result) = before {
             self.data.operations.calling = None;
             return result;
         }
+        extent.check(desc, &buffers)?;
         let result = self.run_checked((*desc, options), extent, &mut buffers, decided.as_ref());
         self.data.operations.calling = None;
         if result.is_ok() && !decided.as_ref().is_some_and(|decided| decided.is_of(self.data.generation())) {

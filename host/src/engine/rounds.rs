@@ -63,7 +63,8 @@ impl Core {
         is_unscaled && self.data.policy(options).limit().is_none() && self.data.selection.is_on_one_machine()
     }
 
-    /// Run a call as it was decided, if the board can be used and nothing else is under way. `None`: it has not begun.
+    /// Run a call as it was decided, if the buffers have the right lengths, the board can be used and nothing else is
+    /// under way. `None`: it has not begun.
     pub(super) fn run_round(
         &mut self,
         (desc, options): (&OpDesc, &CallOptions),
@@ -71,7 +72,7 @@ impl Core {
         mut buffers: Buffers<'_>,
     ) -> Option<Result<Outcome, Error>> {
         let round = decided.round.as_deref()?;
-        if !decided.is_of(self.data.generation()) || !self.is_quiet() {
+        if !round.fits(&buffers) || !decided.is_of(self.data.generation()) || !self.is_quiet() {
             return None;
         }
         let call = self.notices().migration.count_open_call()?;
@@ -84,7 +85,7 @@ impl Core {
         let connections = self.data.host.connections();
         let attempt = connections.map(|connections| connections.attempt((round, number), buffers.reborrow()));
         match attempt {
-            Some(Ok((Attempt::Complete, _))) => Some(Ok(Outcome {
+            Some((Attempt::Complete, _)) => Some(Ok(Outcome {
                 path: decided.chosen.path,
                 trees: 0,
                 transfer: None,
@@ -95,10 +96,10 @@ impl Core {
                 slowest: None,
                 missing: self.data.tree.excluded_ranks(),
             })),
-            Some(Ok((Attempt::Begun { has_posted }, op_index))) => {
+            Some((Attempt::Begun { has_posted }, op_index)) => {
                 Some(self.finish_round((desc, options), (decided, round), (has_posted, (op_index, number)), buffers))
             }
-            Some(Ok((Attempt::None, _)) | Err(_)) | None => {
+            Some((Attempt::None, _)) | None => {
                 self.data.operations.calling = None;
                 self.uncount_call(call);
                 None
@@ -118,7 +119,7 @@ impl Core {
         let (deadline, begun) = (self.deadline_from(now, options), self.data.snapshot(now));
         let result = self.with_connections(|core, connections| {
             let mesh = &mut connections.mesh;
-            let execution = Execution::continued(mesh, (round, has_posted), buffers, (numbers, deadline.0))?;
+            let execution = Execution::continued(mesh, (round, has_posted), buffers, (numbers, deadline.0));
             core.drive_host(&mut Collective::begun(execution), deadline)
         });
         // Other ranks know of it, so no error is a rejection.

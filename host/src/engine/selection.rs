@@ -89,16 +89,19 @@ impl Selection {
     }
 
     /// Return a number that changes whenever calls may be selected another path than before, or for another reason.
+    #[inline]
     pub(super) fn generation(&mut self, queue_position: Option<QueuePosition>, excluded: RankMask) -> u64 {
         self.note_queue_position(queue_position);
-        if std::mem::replace(&mut self.excluded, excluded) != excluded {
+        if self.excluded != excluded {
+            self.excluded = excluded;
             self.forget_decided();
         }
         self.generation
     }
 
     fn note_queue_position(&mut self, queue_position: Option<QueuePosition>) {
-        if std::mem::replace(&mut self.queue_position, queue_position) != queue_position {
+        if self.queue_position != queue_position {
+            self.queue_position = queue_position;
             self.clear();
         }
     }

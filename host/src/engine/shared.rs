@@ -73,15 +73,20 @@ impl SharedCore {
     ///
     /// # Errors
     /// [`Error::Forked`].
+    #[inline]
     pub(crate) fn lock(&self) -> Result<MutexGuard<'_, Core>, Error> {
         if self.is_forked() {
             return Err(Error::Forked);
         }
         let shares = self.shares();
         let Some(submissions) = &shares.submissions else { return Ok(lock(&shares.core)) };
+        Ok(self.lock_before_thread(submissions))
+    }
+
+    fn lock_before_thread(&self, submissions: &Submissions) -> MutexGuard<'_, Core> {
         let _caller = submissions.call();
         self.notices().wake();
-        Ok(lock(&shares.core))
+        lock(&self.shares().core)
     }
 
     /// Return where work is submitted to the progress thread; `None` if callers make progress.

@@ -57,10 +57,18 @@ impl Watch {
     }
 
     /// Return whether the view must change. The loss of ranks that were excluded before is no reason.
+    #[inline]
     pub(super) fn needs_view_change(&self, excluded: RankMask) -> bool {
+        self.notices.has_news() && self.needs_view_change_now(excluded)
+    }
+
+    fn needs_view_change_now(&self, excluded: RankMask) -> bool {
+        if !self.notices.needs_view_change(self.epoch) {
+            return false;
+        }
         let were_excluded =
             !excluded.is_empty() && self.notices.lost_ranks().into_iter().all(|rank| excluded.contains(rank));
-        self.notices.needs_view_change(self.epoch) && (!were_excluded || self.notices.job_error().is_some())
+        !were_excluded || self.notices.job_error().is_some()
     }
 
     /// If the view must change, count a poll of everything that other ranks have sent. Breaks when the grace period is

@@ -18,7 +18,7 @@
 
 use super::auth::{Purpose, shared_key, shared_name};
 use super::error::{Call, ExecError};
-use super::frame::Header;
+use super::frame::{FrameKind, HEADER_BYTES, Header};
 use super::link::State;
 use super::mesh::Mesh;
 use super::run::{Failure, HasPeer, Run, open};
@@ -241,7 +241,7 @@ impl Run<'_> {
             return false;
         }
         let bytes = self.memory.outgoing(region_to_post(self.call.collective, &self.step.sends));
-        let posted = self.mesh.post_for_all((&self.call, self.number), bytes);
+        let posted = self.mesh.post_for_all(&post_header(self.call, self.number, bytes.len()), bytes);
         if posted {
             self.note_posted();
         }
@@ -311,6 +311,11 @@ impl Run<'_> {
         let sends = open(&self.step.sends, &self.mesh.sends).next().is_some();
         is_readable || sends && self.mesh.board.board.as_mut().is_some_and(|board| board.can_post())
     }
+}
+
+/// Return the header of what a call posts.
+pub(super) fn post_header(call: Call, number: u32, len_bytes: usize) -> [u8; HEADER_BYTES] {
+    Header { len_bytes, number, ..Header::bare(FrameKind::Data, call, 0) }.emit()
 }
 
 /// Return what a step posts: the same to all or, in a reduce-scatter, all blocks to the end of the last one. It sends

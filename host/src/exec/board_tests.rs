@@ -34,12 +34,12 @@ fn run<'b>(
         let round = Round::new(operation, 1, &Arc::new(schedule.clone()), kernel, is_in_place)?;
         if let Some(round) = round {
             let numbers = (op_index, ctx.number);
-            match mesh.attempt(&round, numbers, buffers.reborrow())? {
+            match mesh.attempt(&round, numbers, buffers.reborrow()) {
                 Attempt::None => {}
                 Attempt::Complete => return Ok(()),
                 Attempt::Begun { has_posted } => {
                     let begun = (&round, has_posted);
-                    let mut execution = Execution::continued(mesh, begun, buffers, (numbers, ctx.deadline))?;
+                    let mut execution = Execution::continued(mesh, begun, buffers, (numbers, ctx.deadline));
                     while execution.drive(&mut NoInterrupt)? == Status::Paused {}
                     return Ok(());
                 }

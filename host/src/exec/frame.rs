@@ -107,6 +107,12 @@ impl Header {
         bytes
     }
 
+    /// Set the operation index and the number of the call in a header that was emitted.
+    pub(super) fn set_numbers(bytes: &mut [u8; HEADER_BYTES], op_index: u64, number: u32) {
+        bytes[8..16].copy_from_slice(&op_index.to_le_bytes());
+        bytes[36..40].copy_from_slice(&number.to_le_bytes());
+    }
+
     /// Parse the header of a frame from `rank`.
     ///
     /// # Errors

@@ -62,28 +62,33 @@ impl<'a> Memory<'a> {
         work: &mut Vec<u8>,
     ) -> Result<Self, ExecError> {
         let layout = MemoryLayout::new(schedule, element_bytes, kernel, matches!(buffers, Buffers::InPlace(_)))?;
-        Self::laid_out(layout, schedule, kernel, buffers, work)
+        let (input_bytes, output_bytes) = match &buffers {
+            Buffers::Separate { input, output } => (Some(input.len()), output.len()),
+            Buffers::InPlace(buffer) => (None, buffer.len()),
+        };
+        check_lengths(schedule.layout(), layout.element_bytes, input_bytes, output_bytes)?;
+        Ok(Self::fitting(layout, schedule, kernel, buffers, work))
     }
 
-    /// Use a layout that was made for the schedule, the kernel, and buffers of this kind.
-    pub(super) fn laid_out(
+    /// Use a layout that was made for the schedule, the kernel, and buffers of this kind, which have the right lengths.
+    #[inline]
+    pub(super) fn fitting(
         layout: MemoryLayout,
         schedule: &Schedule,
         kernel: Option<&'a Kernel>,
         buffers: Buffers<'a>,
         work: &mut Vec<u8>,
-    ) -> Result<Self, ExecError> {
-        let (input, user): (Option<&[u8]>, &mut [u8]) = match buffers {
-            Buffers::Separate { input, output } => (Some(input), output),
-            Buffers::InPlace(buffer) => (None, buffer),
+    ) -> Self {
+        let (input, user): (&[u8], &mut [u8]) = match buffers {
+            Buffers::Separate { input, output } => (input, output),
+            Buffers::InPlace(buffer) => (&[], buffer),
         };
-        check_lengths(schedule.layout(), layout.element_bytes, input.map(<[u8]>::len), user.len())?;
         if work.len() < layout.work_bytes {
             work.resize(layout.work_bytes, 0);
         }
         let work = std::mem::take(work);
         let kernel = if schedule.reduces() { kernel } else { None };
-        Ok(Self { input: input.unwrap_or(&[]), user, work, kernel, ranks: schedule.place().ranks(), layout })
+        Self { input, user, work, kernel, ranks: schedule.place().ranks(), layout }
     }
 
     /// Return empty memory, for a run without a schedule.

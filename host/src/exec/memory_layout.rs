@@ -158,6 +158,16 @@ impl MemoryLayout {
     }
 }
 
+/// Return the lengths in bytes of an input with a buffer of its own, and of the output or the buffer of both; `None` if
+/// they exceed the address space.
+pub(crate) fn lengths(layout: &Layout, element_bytes: usize, is_in_place: bool) -> Option<(Option<usize>, usize)> {
+    let bytes = |count: usize| count.checked_mul(element_bytes);
+    match is_in_place {
+        true => Some((None, bytes(layout.input.max(layout.output))?)),
+        false => Some((Some(bytes(layout.input)?), bytes(layout.output)?)),
+    }
+}
+
 /// Check the lengths of buffers against a layout: an input and an output, or one for both.
 pub(crate) fn check_lengths(
     layout: &Layout,

@@ -7,11 +7,11 @@
 //! Invariant: an attempt that is not complete has written nothing to the caller's memory.
 
 use super::Buffers;
-use super::board::{is_for_board, region_to_post, start_in_post};
+use super::board::{is_for_board, post_header, region_to_post, start_in_post};
 use super::error::{Call, ExecError};
-use super::frame::{FrameKind, Header};
+use super::frame::{HEADER_BYTES, Header};
 use super::memory::Memory;
-use super::memory_layout::{MemoryLayout, Store};
+use super::memory_layout::{MemoryLayout, Store, lengths};
 use super::mesh::Mesh;
 use super::poll_backoff::{NextPoll, PollBackoff};
 use super::run::{Execution, Run};
@@ -31,6 +31,10 @@ pub(crate) struct Round {
     schedule: Arc<Schedule>,
     kernel: Option<Kernel>,
     layout: MemoryLayout,
+    /// The lengths of its input, if that has a buffer of its own, and of its output.
+    lengths: (Option<usize>, usize),
+    /// The header of what it posts, but for the numbers of the call.
+    header: [u8; HEADER_BYTES],
     /// Where what it posts lies, if it posts anything.
     posts: Option<(Store, Range<usize>)>,
     recvs: Box<[Recv]>,
@@ -89,9 +93,11 @@ impl Round {
         let locals = locals.into();
         let recvs = step.recvs.into();
         let call = Call::new(place.rank(), 0, desc.signature(path, table_version), desc, path);
+        let header = post_header(call, 0, posts.as_ref().map_or(0, |(_, range): &(_, Range<usize>)| range.len()));
+        let Some(lengths) = lengths(schedule.layout(), layout.element_bytes, is_in_place) else { return Ok(None) };
         let start_bytes = start_in_post(desc, place) * desc.element_bytes();
         let schedule = Arc::clone(schedule);
-        Ok(Some(Self { call, schedule, kernel, layout, posts, recvs, locals, sent_bytes, start_bytes }))
+        Ok(Some(Self { call, schedule, kernel, layout, lengths, header, posts, recvs, locals, sent_bytes, start_bytes }))
     }
 
     /// Return the length of what it sends, to all ranks.
@@ -104,57 +110,62 @@ impl Round {
         Call { op_index, ..self.call }
     }
 
-    /// Return its memory.
-    fn memory<'a>(&'a self, buffers: Buffers<'a>, work: &mut Vec<u8>) -> Result<Memory<'a>, ExecError> {
-        Memory::laid_out(self.layout, &self.schedule, self.kernel.as_ref(), buffers, work)
+    /// Return whether buffers have its lengths.
+    pub(crate) fn fits(&self, buffers: &Buffers<'_>) -> bool {
+        self.lengths
+            == match buffers {
+                Buffers::InPlace(buffer) => (None, buffer.len()),
+                Buffers::Separate { input, output } => (Some(input.len()), output.len()),
+            }
+    }
+
+    /// Return its memory, in buffers of its lengths.
+    fn memory<'a>(&'a self, buffers: Buffers<'a>, work: &mut Vec<u8>) -> Memory<'a> {
+        Memory::fitting(self.layout, &self.schedule, self.kernel.as_ref(), buffers, work)
     }
 }
 
 impl<'a> Execution<'a> {
     /// Continue an operation that [`Mesh::attempt`] has begun, in the same buffers. `has_posted` says how far it came,
     /// and the numbers are the attempt's.
-    ///
-    /// # Errors
-    /// As those of [`Execution::new`].
     pub(crate) fn continued(
         mesh: &'a mut Mesh,
         (round, has_posted): (&'a Round, bool),
         buffers: Buffers<'a>,
         ((op_index, number), deadline): ((u64, u32), Instant),
-    ) -> Result<Self, ExecError> {
-        let memory = round.memory(buffers, &mut mesh.work)?;
+    ) -> Self {
+        let memory = round.memory(buffers, &mut mesh.work);
         let mut run = Run::new(mesh, &round.schedule, memory, (round.call(op_index), deadline), Vec::new(), false);
         (run.number, run.attempted) = (number, Some(has_posted));
-        Ok(Self(run))
+        Self(run)
     }
 }
 
 impl Mesh {
     /// Run a round as the operation of this index, if all ranks are here. `number` is that of the call
-    /// ([`Context::number`](super::Context::number)).
-    ///
-    /// # Errors
-    /// [`ExecError::Invalid`] if the buffers have other lengths; nothing has begun.
+    /// ([`Context::number`](super::Context::number)). It does not begin if the buffers have other lengths.
     pub(crate) fn attempt(
         &mut self,
         round: &Round,
         (op_index, number): (u64, u32),
         buffers: Buffers<'_>,
-    ) -> Result<Attempt, ExecError> {
-        if self.poisoned.is_some() || !self.uses_board() || self.is_settling() {
-            return Ok(Attempt::None);
+    ) -> Attempt {
+        if self.poisoned.is_some() || !self.uses_board() || self.is_settling() || !round.fits(&buffers) {
+            return Attempt::None;
         }
-        let mut memory = round.memory(buffers, &mut self.work)?;
-        let call = round.call(op_index);
-        self.board.push(&call);
-        let attempt = self.attempt_in(round, (&call, number), &mut memory);
+        let mut memory = round.memory(buffers, &mut self.work);
+        self.board.push(&round.call(op_index));
+        let attempt = self.attempt_in(round, (op_index, number), &mut memory);
         self.work = std::mem::take(&mut memory.work);
-        Ok(attempt)
+        attempt
     }
 
-    fn attempt_in(&mut self, round: &Round, (call, number): (&Call, u32), memory: &mut Memory<'_>) -> Attempt {
-        let posted = round.posts.as_ref().map(|(store, range)| memory.bytes(*store, range.clone()));
-        let has_posted = posted.is_none_or(|bytes| self.post_for_all((call, number), bytes));
+    fn attempt_in(&mut self, round: &Round, (op_index, number): (u64, u32), memory: &mut Memory<'_>) -> Attempt {
+        let has_posted = round.posts.as_ref().is_none_or(|(store, range)| {
+            let mut header = round.header;
+            Header::set_numbers(&mut header, op_index, number);
+            self.post_for_all(&header, memory.bytes(*store, range.clone()))
+        });
         if !has_posted || !self.await_posts(&round.recvs) {
             return Attempt::Begun { has_posted };
         }
@@ -166,10 +177,8 @@ impl Mesh {
     }
 
     /// Post what a call sends to all. Returns whether there was room.
-    pub(super) fn post_for_all(&mut self, (call, number): (&Call, u32), bytes: &[u8]) -> bool {
-        let Some((board, tag)) = self.board.with_tag() else { return false };
-        let header = Header { len_bytes: bytes.len(), number, ..Header::bare(FrameKind::Data, *call, 0) };
-        board.post(tag, &header.emit(), bytes)
+    pub(super) fn post_for_all(&mut self, header: &[u8; HEADER_BYTES], bytes: &[u8]) -> bool {
+        self.board.with_tag().is_some_and(|(board, tag)| board.post(tag, header, bytes))
     }
 
     /// Wait for posts of the present round until it is time to look at the sockets. Returns whether all are there.

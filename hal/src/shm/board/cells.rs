@@ -58,6 +58,7 @@ impl Cells {
         self.0.file()
     }
 
+    #[inline]
     fn store(&self, at: usize, bytes: &[u8]) {
         if bytes.len() > WORDS_MAX_BYTES {
             self.0.write(at, bytes);
@@ -75,6 +76,7 @@ impl Cells {
         }
     }
 
+    #[inline]
     fn load(&self, at: usize, bytes: &mut [u8]) {
         if bytes.len() > WORDS_MAX_BYTES || !at.is_multiple_of(8) {
             self.0.read(at, bytes);
@@ -91,6 +93,7 @@ impl Cells {
         }
     }
 
+    #[inline]
     fn word(&self, at_bytes: usize) -> &AtomicU64 {
         &self.0.words()[at_bytes / 8]
     }
@@ -107,54 +110,70 @@ const fn cell_at(Cell { member, index }: Cell) -> usize {
 impl BoardMemory for Cells {
     const CELLS: u64 = Board::ROUNDS_AHEAD;
 
+    #[inline]
     fn done(&self, member: u32) -> u64 {
         u64::from_le(self.word(member_at(member)).load(Ordering::Acquire))
     }
 
+    #[inline]
     fn set_done(&self, member: u32, round: u64) {
         self.word(member_at(member)).store(round.to_le(), Ordering::Release);
     }
 
+    #[inline]
     fn round(&self, at: Cell) -> u64 {
         u64::from_le(self.word(cell_at(at)).load(Ordering::Acquire))
     }
 
+    #[inline]
     fn round_after_loads(&self, at: Cell) -> u64 {
         fence(Ordering::Acquire);
         u64::from_le(self.word(cell_at(at)).load(Ordering::Relaxed))
     }
 
+    #[inline]
     fn clear_round(&self, at: Cell) {
         self.word(cell_at(at)).store(0, Ordering::Relaxed);
         fence(Ordering::Release);
     }
 
+    #[inline]
     fn set_round(&self, at: Cell, round: u64) {
         self.word(cell_at(at)).store(round.to_le(), Ordering::Release);
     }
 
+    #[inline]
     fn tag(&self, at: Cell) -> u64 {
         u64::from_le(self.word(cell_at(at) + 8).load(Ordering::Relaxed))
     }
 
+    #[inline]
     fn set_tag(&self, at: Cell, tag: u64) {
         self.word(cell_at(at) + 8).store(tag.to_le(), Ordering::Relaxed);
     }
 
+    #[inline]
     fn description(&self, at: Cell) -> [u8; DESCRIPTION_BYTES] {
         let mut description = [0; DESCRIPTION_BYTES];
         self.load(cell_at(at) + CELL_BYTES - DESCRIPTION_BYTES, &mut description);
         description
     }
 
+    #[inline]
     fn set_description(&self, at: Cell, description: &[u8; DESCRIPTION_BYTES]) {
-        self.store(cell_at(at) + CELL_BYTES - DESCRIPTION_BYTES, description);
+        let first = (cell_at(at) + CELL_BYTES - DESCRIPTION_BYTES) / 8;
+        let words = &self.0.words()[first..first + DESCRIPTION_BYTES / 8];
+        for (word, piece) in words.iter().zip(description.as_chunks::<8>().0) {
+            word.store(u64::from_ne_bytes(*piece), Ordering::Relaxed);
+        }
     }
 
+    #[inline]
     fn read(&self, at: Cell, start: usize, bytes: &mut [u8]) {
         self.load(cell_at(at) + BYTES_AT + start, bytes);
     }
 
+    #[inline]
     fn write(&self, at: Cell, bytes: &[u8]) {
         self.store(cell_at(at) + BYTES_AT, bytes);
     }
