@@ -56,6 +56,22 @@ impl HostedPort {
     /// # Errors
     /// [`HostedError`]: the name is invalid, the socket or queue pair cannot be created, or the build has no verbs.
     pub fn open(addr: SocketAddr, udp: &UdpConfig, verbs: Option<&str>) -> Result<Self, HostedError> {
+        Self::open_beside(addr, udp, verbs, 0)
+    }
+
+    /// The same for the port of this number among several of a host or device, each of which a thread of its own waits
+    /// for: on an RDMA port, each has another completion vector (`VerbsConfig::vector`).
+    ///
+    /// # Errors
+    /// As those of [`open`](Self::open).
+    pub fn open_beside(
+        addr: SocketAddr,
+        udp: &UdpConfig,
+        verbs: Option<&str>,
+        number: u32,
+    ) -> Result<Self, HostedError> {
+        #[cfg(not(feature = "verbs"))]
+        let _ = number;
         match verbs {
             None => Ok(Self::Udp(Box::new(UdpPort::bind(addr, udp)?))),
             #[cfg(feature = "verbs")]
@@ -66,6 +82,7 @@ impl HostedPort {
                     receive_buffer_bytes: udp.receive_buffer_bytes.min(VERBS_BUFFER_MAX_BYTES),
                     spin: udp.spin,
                     traffic_class: udp.traffic_class,
+                    vector: number,
                 };
                 Ok(Self::Verbs(Box::new(VerbsPort::open(&config)?)))
             }

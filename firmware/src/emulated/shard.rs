@@ -100,7 +100,7 @@ pub(super) fn start_shard(
     // The board has checked that the sum is a valid port.
     let data_port = config.data_port.map_or(0, |first| first.saturating_add(index));
     let addr = SocketAddr::new(config.bind, data_port);
-    let mut port = HostedPort::open(addr, &config.udp, config.verbs.as_deref())?;
+    let mut port = HostedPort::open_beside(addr, &config.udp, config.verbs.as_deref(), index.into())?;
     let node_config = NodeConfig {
         shard,
         boot_id,

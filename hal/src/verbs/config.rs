@@ -103,6 +103,9 @@ pub struct VerbsConfig {
     pub spin: Duration,
     /// The traffic class of the packets, which declare ECN capability beside it.
     pub traffic_class: TrafficClass,
+    /// The completion vector that wakes who waits for packets, modulo how many the device has. Vectors interrupt
+    /// different processors, so ports whose threads wait beside each other should have different ones.
+    pub vector: u32,
 }
 
 impl Default for VerbsConfig {
@@ -113,6 +116,7 @@ impl Default for VerbsConfig {
             receive_buffer_bytes: 1 << 20,
             spin: Duration::ZERO,
             traffic_class: TrafficClass::default(),
+            vector: 0,
         }
     }
 }

@@ -170,7 +170,7 @@ impl VerbsPort {
         let domain = Domain::new(&context, config.link.is_relaxed)?;
         let channel = Channel::new(&context)?;
         let sent = Completions::new(&context, PACKETS, None)?;
-        let arrived = Completions::new(&context, buffers, Some(&channel))?;
+        let arrived = Completions::with_vector(&context, buffers, Some(&channel), config.vector)?;
         let pair = Datagrams::new(&domain, &from, (&sent, PACKETS), (&arrived, buffers))?;
         let name = context.name.clone();
         let refused = |what| {

@@ -350,16 +350,30 @@ unsafe impl Send for Completions {}
 unsafe impl Sync for Completions {}
 
 impl Completions {
-    /// Create a completion queue of `entries`, which notifies `channel` if given.
+    /// Create a completion queue of `entries`, which notifies `channel` if given, from the first completion vector.
     pub(super) fn new(
         context: &Arc<Context>,
         entries: usize,
         channel: Option<&Arc<Channel>>,
     ) -> Result<Arc<Self>, VerbsError> {
+        Self::with_vector(context, entries, channel, 0)
+    }
+
+    /// The same from a completion vector, modulo how many the device has.
+    pub(super) fn with_vector(
+        context: &Arc<Context>,
+        entries: usize,
+        channel: Option<&Arc<Channel>>,
+        vector: u32,
+    ) -> Result<Arc<Self>, VerbsError> {
         let entries = i32::try_from(entries).unwrap_or(i32::MAX);
         let raw_channel = channel.map_or(ptr::null_mut(), |channel| channel.raw.as_ptr());
-        // SAFETY: an open device, and its channel or none; vector 0 always exists.
-        let raw = unsafe { ibv::ibv_create_cq(context.raw.as_ptr(), entries, ptr::null_mut(), raw_channel, 0) };
+        let raw_context = context.raw.as_ptr();
+        // SAFETY: an open device.
+        let vectors = u32::try_from(unsafe { (*raw_context).num_comp_vectors }).unwrap_or(0).max(1);
+        let vector = (vector % vectors) as i32;
+        // SAFETY: an open device, and its channel or none; it has this vector.
+        let raw = unsafe { ibv::ibv_create_cq(raw_context, entries, ptr::null_mut(), raw_channel, vector) };
         let raw = NonNull::new(raw).ok_or_else(|| VerbsError::last("create a completion queue", &context.name))?;
         Ok(Arc::new(Self { raw, context: Arc::clone(context), _channel: channel.cloned() }))
     }

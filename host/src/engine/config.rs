@@ -243,7 +243,8 @@ impl JoinConfig {
     /// Open the data port towards the leaf device.
     pub(super) fn open_port(&self) -> Result<HostedPort, HostedError> {
         let verbs = (self.transport == Transport::Verbs).then(|| self.verbs.as_deref().unwrap_or("auto"));
-        HostedPort::open(SocketAddr::new(self.data_bind.unwrap_or(self.bind), 0), &self.udp, verbs)
+        let addr = SocketAddr::new(self.data_bind.unwrap_or(self.bind), 0);
+        HostedPort::open_beside(addr, &self.udp, verbs, self.rank)
     }
 }
 

@@ -97,7 +97,19 @@ impl Round {
         let Some(lengths) = lengths(schedule.layout(), layout.element_bytes, is_in_place) else { return Ok(None) };
         let start_bytes = start_in_post(desc, place) * desc.element_bytes();
         let schedule = Arc::clone(schedule);
-        Ok(Some(Self { call, schedule, kernel, layout, lengths, header, posts, recvs, locals, sent_bytes, start_bytes }))
+        Ok(Some(Self {
+            call,
+            schedule,
+            kernel,
+            layout,
+            lengths,
+            header,
+            posts,
+            recvs,
+            locals,
+            sent_bytes,
+            start_bytes,
+        }))
     }
 
     /// Return the length of what it sends, to all ranks.
@@ -144,12 +156,7 @@ impl<'a> Execution<'a> {
 impl Mesh {
     /// Run a round as the operation of this index, if all ranks are here. `number` is that of the call
     /// ([`Context::number`](super::Context::number)). It does not begin if the buffers have other lengths.
-    pub(crate) fn attempt(
-        &mut self,
-        round: &Round,
-        (op_index, number): (u64, u32),
-        buffers: Buffers<'_>,
-    ) -> Attempt {
+    pub(crate) fn attempt(&mut self, round: &Round, (op_index, number): (u64, u32), buffers: Buffers<'_>) -> Attempt {
         if self.poisoned.is_some() || !self.uses_board() || self.is_settling() || !round.fits(&buffers) {
             return Attempt::None;
         }

@@ -3,7 +3,7 @@
 use super::*;
 use rustix::event::{EventfdFlags, eventfd};
 use std::cell::RefCell;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::Ipv4Addr;
 
 /// How many polls a card's delayed effects take.
@@ -41,6 +41,7 @@ pub(in crate::verbs) struct Card {
     pub(in crate::verbs) opens: bool,
     pub(in crate::verbs) speed: u8,
     pub(in crate::verbs) reads: i32,
+    pub(in crate::verbs) vectors: c_int,
     pub(in crate::verbs) partition_keys: Vec<u16>,
     pub(in crate::verbs) gids: Vec<Option<[u8; 16]>>,
 }
@@ -66,6 +67,7 @@ pub(super) struct Queue {
     pub(super) entries: VecDeque<ibv_wc>,
     /// Made readable by the next entry.
     pub(super) channel: Option<c_int>,
+    pub(super) vector: c_int,
 }
 
 struct Memory {
@@ -166,6 +168,7 @@ impl Machine {
             opens: true,
             speed: 64,
             reads: 16,
+            vectors: 4,
             partition_keys: vec![0xffff],
             gids,
         });
@@ -209,6 +212,11 @@ impl Machine {
     /// Return the attributes that a queue pair was given.
     pub(in crate::verbs) fn attr(&self, number: u32) -> ibv_qp_attr {
         self.pairs[&number].attr
+    }
+
+    /// Return the completion vectors of all queues, each once.
+    pub(in crate::verbs) fn vectors(&self) -> BTreeSet<c_int> {
+        self.cqs.values().map(|queue| queue.vector).collect()
     }
 
     /// Return whether a key opens memory, with which access.

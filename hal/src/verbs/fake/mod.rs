@@ -65,7 +65,8 @@ pub(super) unsafe fn ibv_open_device(device: *mut ibv_device) -> *mut ibv_contex
         context.ops.post_recv = Some(post_recv);
         context.ops.post_srq_recv = Some(post_srq_recv);
         let file = new_event_file();
-        (context.device, context.async_fd, context.num_comp_vectors) = (device, file.as_raw_fd(), 1);
+        (context.device, context.async_fd) = (device, file.as_raw_fd());
+        context.num_comp_vectors = machine.cards[card].vectors;
         let context = boxed(context);
         machine.open(context, card, file);
         context
@@ -215,13 +216,14 @@ pub(super) unsafe fn ibv_create_cq(
     channel: *mut ibv_comp_channel,
     vector: c_int,
 ) -> *mut ibv_cq {
-    assert_eq!(vector, 0);
+    // SAFETY: an open context.
+    assert!((0..unsafe { (*context).num_comp_vectors }).contains(&vector), "no completion vector {vector}");
     machine(|machine| {
         if machine.locks_no_memory {
             return fail(libc::ENOMEM, ptr::null_mut());
         }
         let cq = boxed(ibv_cq { context, channel, handle: 0, cqe, ..zeroed() });
-        machine.cqs.insert(cq.addr(), machine::Queue::default());
+        machine.cqs.insert(cq.addr(), machine::Queue { vector, ..machine::Queue::default() });
         cq
     })
 }

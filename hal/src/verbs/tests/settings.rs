@@ -1,7 +1,7 @@
 //! Settings of a link, as the device gets them.
 
 use super::*;
-use crate::verbs::VerbsLink;
+use crate::verbs::{VerbsLink, VerbsPort};
 
 fn open(link: &str) -> Result<VerbsDomain, crate::verbs::VerbsError> {
     let link: VerbsLink = link.parse().expect("a name");
@@ -54,4 +54,14 @@ fn reads_in_flight_are_limited_by_what_the_peer_serves() {
     let attr = |end: &OneSided| machine(|machine| machine.attr(end.end().qpn));
     assert_eq!((attr(&one).max_rd_atomic, attr(&one).max_dest_rd_atomic), (4, 16));
     assert_eq!((attr(&other).max_rd_atomic, attr(&other).max_dest_rd_atomic), (4, 4), "not known: as many as here");
+}
+
+#[test]
+fn port_waits_on_its_completion_vector_modulo_those_of_the_device() {
+    machine(|machine| machine.add("mlx5_0", ADDR).vectors = 3);
+    // What has been sent wakes nobody: its queue is of the first vector.
+    for (vector, used) in [(0, [0, 0]), (1, [0, 1]), (2, [0, 2]), (4, [0, 1]), (u32::MAX, [0, 0])] {
+        let _port = VerbsPort::open(&VerbsConfig { vector, ..VerbsConfig::default() }).expect("a port");
+        assert_eq!(machine(|machine| machine.vectors()), used.into(), "vector {vector}");
+    }
 }
