@@ -56,8 +56,6 @@
 //! | [`star::gather`] | p-1 | n(p-1)/p | 0 | n/p |
 //! | [`star::scatter`] | p-1 | n(p-1)/p | 0 | n(p-1)/p |
 //! | [`full_mesh::all_reduce`] | 2, of p-1 messages each | 2n(p-1)/p | n(p-1)/p | 2n(p-1)/p |
-//! | [`full_mesh::reduce_scatter`] | 1 | n(p-1)/p | n(p-1)/p | n(p-1)/p |
-//! | [`full_mesh::all_gather`] | 1 | n(p-1)/p | 0 | n(p-1)/p |
 //! | [`double_tree::all_reduce`], h = floor(log(p-1)), k segments (bounds) | 2h + k + 1 | n (2 + 2h/k) | n | 2n |
 //! | [`double_tree::reduce`] (bounds) | h + k | n (1 + h/k) | n | n |
 //! | [`double_tree::broadcast`] (bounds) | h + k | n (1 + h/k) | 0 | n |

@@ -16,7 +16,7 @@
 //! Geijn, "Collective communication: theory, practice, and experience", Concurrency and Computation 19(13), 2007,
 //! section 4).
 //!
-//! A reduce-scatter and an all-gather in one step are those of [`super::full_mesh`].
+//! A reduce-scatter and an all-gather in one step are the halves of [`super::full_mesh`], which has no names for them.
 //!
 //! Contributions lie beside each other in `Work`, in rank order, until all have arrived. So any [`Tree`]'s expression
 //! is evaluated, on every rank alike.

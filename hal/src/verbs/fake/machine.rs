@@ -2,7 +2,6 @@
 
 use super::*;
 use rustix::event::{EventfdFlags, eventfd};
-use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::Ipv4Addr;
 
@@ -10,7 +9,7 @@ use std::net::Ipv4Addr;
 const DELAY: u32 = 3;
 
 thread_local! {
-    static MACHINE: RefCell<Machine> = RefCell::default();
+    static MACHINE: std::cell::RefCell<Machine> = std::cell::RefCell::default();
 }
 
 /// Access this thread's machine.

@@ -297,7 +297,7 @@ mod tests {
         assert_eq!(algos("broadcast"), "auto tree binomial one-shot star dbt bine van-de-geijn chain");
         assert_eq!(
             algos("all_gather"),
-            "auto tree ring hd bruck one-shot full-mesh nhr pat bine 2d-ring 2d-torus 2d-mesh hier-ring"
+            "auto tree ring hd bruck one-shot nhr pat bine 2d-ring 2d-torus 2d-mesh hier-ring"
         );
         assert_eq!(algos("gather"), "auto binomial star");
         assert_eq!(algos("all_to_all"), "auto pairwise hier-pairwise");

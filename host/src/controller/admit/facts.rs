@@ -12,7 +12,7 @@ use std::collections::BTreeSet;
 
 /// Return the shape of a job whose ranks, in order, sent `requests`: the one that they ask for, or that of their
 /// machines, or if these are no servers of several ranks, that of their hosts on the fabric. Ranks that name none are
-/// at the first ones, as their tree is planned.
+/// at the first ones, as their tree is planned. Ranks of one machine, which meet in its memory, are in a line.
 pub(in crate::controller) fn job_shape<'a>(
     requests: impl Iterator<Item = &'a JoinRequest>,
     (config, index): (&ControllerConfig, &KeptIndex),
@@ -24,13 +24,14 @@ pub(in crate::controller) fn job_shape<'a>(
     let machines: Vec<_> = requests.iter().map(|request| request.mesh_addr.ip()).collect();
     let of_machines = Shape::of_machines(&machines);
     let Some(fabric) = config.fabric.as_ref().filter(|_| of_machines == Shape::Line) else { return of_machines };
-    let are_alone = machines.iter().collect::<BTreeSet<_>>().len() == machines.len();
+    let different = machines.iter().collect::<BTreeSet<_>>().len();
+    let are_alone = different == machines.len();
     let hosts: Option<Vec<HostId>> = if requests.iter().all(|request| request.host.is_none()) {
         Some(fabric.host_ids().take(requests.len()).collect()).filter(|_| are_alone)
     } else {
         requests.iter().map(|request| find_adapter(fabric, request.host.as_deref()?)).collect()
     };
-    let hosts = hosts.filter(|hosts| hosts.len() == requests.len());
+    let hosts = hosts.filter(|hosts| different > 1 && hosts.len() == requests.len());
     hosts.map_or(Shape::Line, |hosts| index.groups(fabric).shape_of(fabric, &hosts))
 }
 

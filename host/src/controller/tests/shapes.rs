@@ -69,6 +69,8 @@ fn ranks_that_name_their_hosts_have_the_shape_of_the_fabric() {
     let named = |host: usize| Some(&*hosts[host]);
     let together = [(1, named(0), None), (1, named(0), None), (2, named(1), None), (2, named(1), None)];
     assert_eq!(on_fabric(&controller, "machines", &together), "servers:2");
+    let apart = [0, 1, 4, 5].map(|host| (1, named(host), None));
+    assert_eq!(on_fabric(&controller, "memory", &apart), "line", "adapters of one machine");
     // Ranks that name no host are at the first ones, unless that cannot be.
     let nameless = |job: &str, machines: &[u8]| {
         on_fabric(&controller, job, &machines.iter().map(|&machine| (machine, None, None)).collect::<Vec<_>>())

@@ -170,10 +170,6 @@ algorithms! {
     "van_de_geijn::broadcast" VanDeGeijn Broadcast false: |x| van_de_geijn::broadcast(x.place, x.count, x.root),
         |s| cost(2.0 * s.log_ceil, 2.0 * s.rest(), 0.0, 2.0 * s.rest())
             .by_all((s.p - 1.0 + s.p * s.log_ceil, s.n * s.tree_blocks() / s.p + s.once()));
-    "full_mesh::reduce_scatter" FullMesh ReduceScatter true: |x| full_mesh::reduce_scatter(x.place, x.count, x.tree),
-        |s| cost(s.others(), s.rest(), s.rest(), s.rest())
-            .by_all((s.pairs_of_ranks(), s.once()))
-            .with_extra((s.p - 2.0).max(0.0), 0.0);
     "nhr::reduce_scatter" Nhr ReduceScatter false: |x| nhr::reduce_scatter(x.place, x.count),
         |s| cost(s.log_ceil, s.rest(), s.rest(), s.rest())
             .by_all((s.p * s.log_ceil, s.once()))
@@ -190,10 +186,6 @@ algorithms! {
             .by_all((s.exchanges() + 2.0 * s.folded(), s.floor * s.pairs() + 2.0 * s.n * s.folded()))
             .bound(),
     };
-    "full_mesh::all_gather" FullMesh AllGather false: |x| full_mesh::all_gather(x.place, x.count),
-        |s| cost(s.others(), s.rest(), 0.0, s.rest())
-            .by_all((s.pairs_of_ranks(), s.once()))
-            .with_extra((s.p - 2.0).max(0.0), 0.0);
     "nhr::all_gather" Nhr AllGather false: |x| nhr::all_gather(x.place, x.count),
         |s| cost(s.log_ceil, s.rest(), 0.0, s.rest())
             .by_all((s.p * s.log_ceil, s.once()))

@@ -383,7 +383,7 @@ fn table_of_algorithms_that_evaluate_a_tree() {
         for name in ["star::all_reduce", "star::reduce"] {
             assert!(is_same(name, &fold) && is_same(name, &one_node) == (ranks <= 3), "{name} {ranks}");
         }
-        for name in ["full_mesh::all_reduce", "full_mesh::reduce_scatter"] {
+        for name in ["full_mesh::all_reduce", "one_shot::reduce_scatter"] {
             assert!(is_same(name, &one_node) && is_same(name, &fold) && is_same(name, &pairwise_of(ranks)));
         }
         for name in ["nhr::all_reduce", "nhr::reduce_scatter", "pat::reduce_scatter"] {
