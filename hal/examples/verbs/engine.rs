@@ -23,7 +23,15 @@ const RECORD: u64 = 0;
 const ACCUMULATOR: u64 = 64;
 const PULLED: u64 = ACCUMULATOR + CHUNK as u64;
 
-struct Words(Box<[AtomicU64]>);
+/// Memory of this process.
+pub(crate) struct Words(Box<[AtomicU64]>);
+
+impl Words {
+    /// Allocate so many bytes, a multiple of 8.
+    pub(crate) fn new(len_bytes: usize) -> Self {
+        Self((0..len_bytes / 8).map(|_| AtomicU64::new(0)).collect())
+    }
+}
 
 // SAFETY: the words stay where they are, and may change under a shared borrow.
 unsafe impl DmaMemory for Words {
@@ -76,8 +84,8 @@ pub(crate) fn check(links: &[VerbsLink]) {
     let [here, there, ..] = links else { panic!("two links") };
     let (a, b) = (domain(here), domain(there));
     let mut engine = PeerEngine::new(&a, 8);
-    let own: Box<[AtomicU64]> = (0..(PULLED as usize + CHUNK as usize) / 8).map(|_| AtomicU64::new(0)).collect();
-    engine.map_local_memory(OWN, Arc::new(Words(own))).expect("memory");
+    let own = Words::new(PULLED as usize + CHUNK as usize);
+    engine.map_local_memory(OWN, Arc::new(own)).expect("memory");
     let mut ranks = [1, 2].map(|index| {
         let (link, end) = connected(&a, &b);
         let mut memory = b.expose(LEN).expect("memory");

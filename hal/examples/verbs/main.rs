@@ -9,12 +9,15 @@
 //! | lossy | the same, on links that lose packets, where a refusal may read as a dead peer |
 //! | engine | a DMA engine over such connections: pulls, combines and writes back the memory of two ranks; lost ranks |
 //! | messages | messages through a shared receive queue: announcements of results, fences, counts of posts |
+//! | memcpy | the DMA engine of a BlueField-2 or later, or that of LINK `emulated`: copies, refusals, its rate beside the processor's |
 //! | two | the other end is on another machine: `two LINK` waits for it, `two LINK HOST` connects to it |
 //! | outage | packets flow again after a link was down: prints `down`, waits for a line, prints `up`, waits again |
 //!
-//! Prints `ok CHECK` and exits with status 0, or panics with the violated expectation.
+//! Prints `ok CHECK` and exits with status 0, or panics with the violated expectation. `memcpy` on a device without an
+//! engine prints the reason and exits with status 1.
 
 mod engine;
+mod memcpy;
 mod messages;
 mod one_sided;
 mod two;
@@ -126,6 +129,12 @@ fn main() {
         "sided" => one_sided::run(&bed.links, one_sided::Loss::None),
         "lossy" => one_sided::run(&bed.links, one_sided::Loss::Some),
         "engine" => engine::check(&bed.links),
+        "memcpy" => {
+            if let Err(why) = memcpy::check(&bed.links[0]) {
+                eprintln!("no DMA engine: {why}");
+                std::process::exit(1);
+            }
+        }
         "messages" => messages::check(&bed.links),
         "outage" => outage(&mut bed),
         other => panic!("{other} is no check"),
