@@ -81,6 +81,8 @@ pub(super) struct Job {
     /// How often the ranks declined a tree without naming a device, and whether to offer one again.
     pub(super) decline_count: u32,
     pub(super) offer_again_due: bool,
+    /// How its ranks lie, fixed when the job started: it takes long for many ranks, and each rank of a rail asks.
+    pub(super) shape: Option<Shape>,
     /// The expression of a declared order, fixed when the job started.
     pub(super) expression: Option<Tree>,
     /// The hosts whose ranks combine before they contribute, and until when the job waits for their devices.
@@ -123,6 +125,7 @@ impl Job {
             declined_devices: Vec::new(),
             decline_count: 0,
             offer_again_due: false,
+            shape: None,
             expression: None,
             hosts: Vec::new(),
             hosts_until: None,
@@ -148,7 +151,7 @@ impl Job {
 
     /// How its ranks lie.
     pub(super) fn shape(&self, fabric: (&ControllerConfig, &KeptIndex)) -> Shape {
-        job_shape(self.members.values().map(|member| &*member.request), fabric)
+        self.shape.unwrap_or_else(|| job_shape(self.members.values().map(|member| &*member.request), fabric))
     }
 
     /// The expression that the job evaluates. Without a tree, it is one node with all ranks, so that a declared order

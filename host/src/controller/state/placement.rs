@@ -181,6 +181,7 @@ impl State {
         let place = self.queue.position(name, &self.ledger);
         let Some(job) = self.jobs.get_mut(name) else { return };
         let shape = job.shape((config, &self.planning.index));
+        job.shape = Some(shape);
         if is_new {
             return job.send_memberships(&mut self.output, (config, shape), place, ClientReply::Joined);
         }
