@@ -26,6 +26,8 @@ pub(super) struct JobSnapshot {
     /// Distinguishes the job from earlier and later ones of the same name.
     pub(super) secret: JobSecret,
     world: u32,
+    /// How its ranks lie; `None`: nobody has found out yet.
+    pub(super) shape: Option<Shape>,
     requests: Vec<Arc<JoinRequest>>,
     pub(super) pinned: Vec<String>,
     lost_devices: Vec<Arc<Device>>,
@@ -78,6 +80,8 @@ impl Plan {
     pub fn run(mut self, config: &ControllerConfig) -> PlanResult {
         #[cfg(test)]
         config.gate.pass();
+        let requests = self.job.requests.iter().map(Arc::as_ref);
+        self.job.shape = self.job.shape.or_else(|| Some(job_shape(requests, (config, &self.index))));
         let mut found = match &self.goal {
             Goal::Serve(_) => self.draft_now(config).map_err(NoTree::permanent),
             _ => self.draft_or_explain(config),
@@ -114,8 +118,8 @@ impl Plan {
     }
 
     /// How the ranks of the job lie.
-    pub(super) fn shape(&self, config: &ControllerConfig) -> Shape {
-        job_shape(self.job.requests.iter().map(Arc::as_ref), (config, &self.index))
+    pub(super) fn shape(&self) -> Shape {
+        self.job.shape.unwrap_or_default()
     }
 
     /// Draft a tree for the job, or find out why there is none and what it could wait for.
@@ -125,7 +129,7 @@ impl Plan {
         let request = PlacementRequest {
             tenant,
             requests: &requests,
-            shape: self.shape(config),
+            shape: self.shape(),
             pinned: &job.pinned,
             hosts: &job.hosts,
             narrow: &job.narrow,
@@ -194,7 +198,7 @@ impl Plan {
         let request = PlacementRequest {
             tenant,
             requests: &requests,
-            shape: self.shape(config),
+            shape: self.shape(),
             pinned: &job.pinned,
             hosts: &job.hosts,
             narrow: &job.narrow,
@@ -278,6 +282,7 @@ impl JobSnapshot {
         Self {
             secret: job.secret.clone(),
             world: job.world,
+            shape: job.shape,
             requests: job.members.values().map(|member| Arc::clone(&member.request)).collect(),
             pinned: job.first().map_or_else(Vec::new, |member| member.pinned.clone()),
             lost_devices: job.lost_devices.devices().to_vec(),

@@ -71,6 +71,17 @@ pub(super) struct Planning {
     pub(super) index: KeptIndex,
 }
 
+impl Goal {
+    /// The job's name.
+    fn job(&self) -> &str {
+        match self {
+            Self::PlaceJob { task, .. } => &task.name,
+            Self::Enqueue { name, .. } => name,
+            Self::Serve(candidate) => &candidate.job,
+        }
+    }
+}
+
 impl Job {
     /// Whether the job may be queued: it has no tree, and none is being reserved.
     const fn may_queue(&self) -> bool {
@@ -182,11 +193,7 @@ impl State {
 
     fn plan(&self, goal: Goal, mut job: JobSnapshot, reservations: Reservations, ids: GroupIds) -> Plan {
         job.hosts.retain(|host| self.links.is_responsive(&host.device));
-        let name = match &goal {
-            Goal::PlaceJob { task, .. } => &task.name,
-            Goal::Enqueue { name, .. } => name,
-            Goal::Serve(candidate) => &candidate.job,
-        };
+        let name = goal.job();
         (job.siblings, job.of_other_rails) = (self.sibling_trees(name), self.devices_of_other_rails(name));
         let (devices, ledger) = (self.devices.clone(), self.ledger.for_communicator(job.tenant(), job.communicator()));
         let (devices_version, backed_off) = (self.planning.devices_version, self.crash_loops.backed_off());
@@ -218,7 +225,10 @@ impl State {
         config: &ControllerConfig,
         PlanResult { plan, found }: PlanResult,
     ) {
-        let Plan { goal, job: JobSnapshot { secret, .. }, devices_version, ledger, ids, .. } = plan;
+        let Plan { goal, job: JobSnapshot { secret, shape, .. }, devices_version, ledger, ids, .. } = plan;
+        if let Some(job) = self.jobs.get_mut(goal.job()).filter(|job| job.secret == secret) {
+            job.shape = job.shape.or(shape);
+        }
         let is_same_world = devices_version == self.planning.devices_version;
         match goal {
             Goal::PlaceJob { mut task, was_held } => {

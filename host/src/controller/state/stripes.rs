@@ -176,7 +176,7 @@ impl Plan {
         let (requests, ledger) = (self.requests(), self.ledger.without_group_quota(self.tenant()));
         let rails = JobRails::of(fabric, &requests);
         let adapters = rails.as_ref().map(|rails| &rails.adapters[..]);
-        let request = PlacementRequest { adapters, ..self.request_for_trees((config, &requests), 1) };
+        let request = PlacementRequest { adapters, ..self.request_for_trees(&requests, 1) };
         let devices = match self.free_devices() {
             Ok(devices) => devices,
             Err(why) => return Err(Box::new((first, why))),
@@ -238,7 +238,7 @@ impl Plan {
         wanted: u8,
     ) -> Result<Placement, Box<(Placement, String)>> {
         let (requests, ledger) = (self.requests(), self.ledger.without_group_quota(self.tenant()));
-        let request = self.request_for_trees((config, &requests), usize::from(wanted));
+        let request = self.request_for_trees(&requests, usize::from(wanted));
         let mut devices = match self.free_devices() {
             Ok(devices) => devices,
             Err(why) => return Err(Box::new((first, why))),
@@ -278,12 +278,8 @@ impl Plan {
         Ok(devices)
     }
 
-    fn request_for_trees<'r>(
-        &'r self,
-        (config, requests): (&ControllerConfig, &'r [&'r JoinRequest]),
-        trees: usize,
-    ) -> PlacementRequest<'r> {
-        let (tenant, narrow, shape) = (self.tenant(), &self.job.narrow, self.shape(config));
+    fn request_for_trees<'r>(&'r self, requests: &'r [&'r JoinRequest], trees: usize) -> PlacementRequest<'r> {
+        let (tenant, narrow, shape) = (self.tenant(), &self.job.narrow, self.shape());
         PlacementRequest { tenant, requests, shape, pinned: &[], hosts: &[], narrow, trees, adapters: None }
     }
 
