@@ -15,15 +15,8 @@ fn folder() -> &'static Path {
 
 fn generated_header() -> String {
     let config = cbindgen::Config::from_file(folder().join("cbindgen.toml")).expect("a configuration");
-    let sources =
-        ["lib", "status", "last_error", "config", "options", "numbers", "comm", "calls", "messages", "outcome"]
-            .iter()
-            .chain(&["explain", "memory", "request", "started"])
-            .map(|name| folder().join(format!("src/{name}.rs")));
-    let mut builder = cbindgen::Builder::new().with_config(config);
-    for source in sources {
-        builder = builder.with_src(source);
-    }
+    // It follows the modules, so that each function is declared once.
+    let builder = cbindgen::Builder::new().with_config(config).with_src(folder().join("src/lib.rs"));
     let mut header = Vec::new();
     builder.generate().expect("a header").write(&mut header);
     // C has no sections of Markdown.
