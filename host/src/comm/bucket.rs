@@ -208,7 +208,7 @@ mod tests {
     #[test]
     fn tensor_larger_than_a_bucket_gets_its_own() {
         assert_eq!(buckets([3, 4, 9, 1, 1].into_iter(), 8), [0..2, 2..3, 3..5]);
-        assert_eq!(buckets([].into_iter(), 8), []);
+        assert!(buckets([].into_iter(), 8).is_empty());
     }
 
     proptest! {

@@ -22,8 +22,8 @@
 //! other ([`relayed`]).
 //!
 //! Started operations and messages are tasks ([`task`]). With [`Progress::Thread`](options::Progress::Thread), callers
-//! put them into a queue ([`submissions`], by [`submit`]), and the communicator's thread ([`progress`]) begins, drives
-//! and ends them.
+//! put them into a queue ([`submissions`], a [`queue`], by [`submit`]), and the communicator's thread ([`progress`])
+//! begins, drives and ends them.
 //!
 //! Invariants:
 //! - no file needs one that needs it: the parts ([`tree_end`], [`operations`], [`connections`], [`selection`],
@@ -51,6 +51,8 @@ pub(crate) mod harness;
 mod host;
 mod hybrid;
 mod in_flight;
+#[cfg(test)]
+mod interleavings;
 mod join;
 mod leave;
 mod membership;
@@ -65,6 +67,7 @@ mod owned;
 mod pieces;
 mod prepared;
 mod progress;
+mod queue;
 mod rail;
 mod rails;
 mod recent;
@@ -78,6 +81,7 @@ mod straggler;
 mod stripes;
 mod submissions;
 mod submit;
+mod sync;
 mod task;
 mod thread_progress;
 mod tree;
