@@ -73,9 +73,33 @@ def test_read_only_dlpack_array_is_no_output(comm):
         comm.all_reduce(DLPackOnly(x))
 
 
-def test_array_of_another_device_is_a_type_error_that_says_what_to_do(comm):
-    with pytest.raises(TypeError, match=r"CUDA 1.*\.cpu\(\)"):
-        comm.all_reduce(DLPackOnly(np.zeros(3), device=(2, 1)))
+class OnDevice:
+    """An array in memory of a device, as cupy's: nobody may ask for its memory."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __dlpack_device__(self):
+        return (self.kind, 1)
+
+    def __dlpack__(self, **named):
+        raise AssertionError("the memory of a device was asked for")
+
+
+@pytest.mark.parametrize("kind, name", [(2, "CUDA"), (10, "ROCm"), (13, "CUDA managed memory"), (99, "of another kind")])
+def test_array_of_another_device_is_a_type_error_that_says_what_to_do(comm, kind, name):
+    says = rf"on a device \({name} 1\).*copy it there first, with \.cpu\(\) in torch, \.get\(\) in cupy"
+    with pytest.raises(TypeError, match=says):
+        comm.all_reduce(OnDevice(kind))
+    with pytest.raises(TypeError, match=says):
+        comm.all_reduce(np.zeros(3), out=OnDevice(kind))
+
+
+@pytest.mark.parametrize("kind", [3, 11])
+def test_pinned_memory_of_the_host_is_used_without_a_copy(comm, kind):
+    x, out = np.arange(6.0), np.zeros(6)
+    comm.all_reduce(DLPackOnly(x, device=(kind, 0)), out=DLPackOnly(out, device=(kind, 0)))
+    assert (out == x).all()
 
 
 def test_read_only_output_is_a_type_error_and_input_is_not(comm):
