@@ -1,19 +1,24 @@
-"""What an all-reduce costs in each layer, and with gloo and Open MPI: microseconds at 8 B, GB/s at 64 MiB.
+"""What an all-reduce costs in each layer, and with gloo and Open MPI: time and processor time of a call.
 
-    python costs.py SUMAC LIBRARIES [--ranks 2,4]
+    python costs.py PROGRAM LIBRARIES [--ranks 2,4] [--rounds 7]
 
-SUMAC is the command, and LIBRARIES the folder of sumac.h and libsumac.so: host/capi/install's PREFIX. Both and the wheel are
-release builds. Prints a Markdown table. Each figure is the median of calls of the slowest rank, and the middle of three
-runs, which take turns with those of the other rows. `x` is the time beside the Rust call's. All rows sum floats in place.
-Rows of Sumac are one job on a controller without devices, so that all take the same path; `tree` is through one emulated
-device of this machine, by shared memory.
+PROGRAM is the Rust program, tests/examples/costs.rs, and LIBRARIES the folder of sumac.h and libsumac.so:
+host/capi/install's PREFIX. Prints a Markdown table. All rows sum floats in place, between processes of this machine.
+Rows of Sumac are one job on a controller without devices, so that all take the same path, and their progress is a thread's
+unless they say otherwise; `tree` is through one emulated device, by shared memory.
+
+Each row runs once a round, in an order that changes from round to round, so that noise of the machine meets all rows alike. A
+round's time is the median of its calls at the slowest rank; its processor time is the mean over the ranks of what a call
+uses, of all threads of the process. The table has the median of the rounds, and the lowest and highest in parentheses. Noise
+only adds time, so `adds` is the lowest round's difference from the lowest one of the row of Rust.
 
 What this needs is skipped where it is missing: mpirun and mpi4py, torch.
 """
 
 import argparse
-import json
+import importlib.util
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -22,27 +27,27 @@ import tempfile
 import time
 from pathlib import Path
 
-SIZES = {8: 500, 64 << 20: 8}
+SIZES = {8: 500, 64 << 20: 6}
 """Calls to time, by bytes."""
-ROUNDS = 3
+BASE = "Rust: `all_reduce`"
 
 
 def timed(call, calls):
-    """Return the median of the time that a call takes, in seconds."""
-    warmup = calls // 10 + 1
-    for _ in range(warmup):
+    """Return the median of the time that a call takes, and the processor time that it uses, in seconds."""
+    for _ in range(calls // 10 + 1):
         call()
     seconds = []
+    used = time.process_time()
     for _ in range(calls):
         begin = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
+    return sorted(seconds)[calls // 2], (time.process_time() - used) / calls
 
 
-def report(seconds):
-    """Print a figure, in one write: mpirun joins what the ranks print."""
-    os.write(1, f"{seconds:.9f}\n".encode())
+def report(figures):
+    """Print both figures, in one write: mpirun joins what the ranks print."""
+    os.write(1, "{:.9f} {:.9f}\n".format(*figures).encode())
 
 
 def as_python(count, calls):
@@ -78,18 +83,23 @@ def as_mpi(count, calls):
     report(timed(lambda: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, x), calls))
 
 
+def figures(printed):
+    """Return the time of the slowest rank, and the mean of the processor times."""
+    times, used = zip(*(map(float, line.split()) for line in printed.splitlines()))
+    return max(times), statistics.mean(used)
+
+
 class Costs:
     """Runs a layer's ranks, and collects what they print."""
 
-    def __init__(self, sumac, libraries, folder):
-        self.sumac, self.libraries, self.folder = sumac, libraries, folder
-        self.program = folder / "all_reduce"
+    def __init__(self, program, libraries, folder):
+        self.rust, self.folder, self.c = str(program), folder, str(folder / "all_reduce")
         source = Path(__file__).with_name("all_reduce.c")
         flags = ["-std=c11", "-O2", f"-I{libraries}/include", f"-L{libraries}/lib", f"-Wl,-rpath,{libraries}/lib"]
-        subprocess.run(["cc", *flags, source, "-o", self.program, "-lsumac"], check=True)
+        subprocess.run(["cc", *flags, source, "-o", self.c, "-lsumac"], check=True)
 
-    def ranks(self, ranks, command, devices):
-        """Run a command as ranks of a job, and return what each prints."""
+    def run(self, command, ranks, size, devices=0, progress="thread"):
+        """Time a program as ranks of a job."""
         from sumac.testing import Cluster
 
         store = Path(tempfile.mktemp(dir=self.folder))
@@ -98,74 +108,85 @@ class Costs:
             env = {
                 "SUMAC_CONTROLLER": f"{variables['MASTER_ADDR']}:{variables['SUMAC_PORT']}",
                 "SUMAC_LOG": "off",
+                "SUMAC_PROGRESS": progress,
                 "COSTS_STORE": str(store),
                 "OMP_NUM_THREADS": "1",
             }
-            ended = cluster.run(command, env=env, timeout=300)
+            ended = cluster.run([*command, str(size // 4), str(SIZES[size])], env=env, timeout=300)
         for rank in ended:
             if rank.returncode != 0:
                 raise RuntimeError(f"{command}: {rank.stdout}{rank.stderr}")
-        return [rank.stdout for rank in ended]
+        return figures("".join(rank.stdout for rank in ended))
 
-    def perf(self, ranks, size, devices):
-        """Time the Rust call with the command, which measures as these programs do."""
-        algo = ["--algo", "tree" if devices else "auto"]
-        calls = ["-b", str(size), "-e", str(size), "-n", str(SIZES[size]), "--buffers", "in-place", "-c", "ends"]
-        printed = self.ranks(ranks, [self.sumac, "perf", "--json", "--quiet", *algo, *calls], devices)
-        rows = [json.loads(line) for line in "".join(printed).splitlines() if line.startswith("{")]
-        return rows[0]["time_us"] / 1e6
+    def mpi(self, ranks, size):
+        run = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(ranks), *here("mpi")]
+        command = [*run, str(size // 4), str(SIZES[size])]
+        return figures(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
-    def here(self, layer, ranks, size, devices=0):
-        """Time a function of this module."""
-        command = [sys.executable, "-P", __file__, "--rank", layer, str(size // 4), str(SIZES[size])]
-        if layer == "mpi":
-            run = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(ranks), *command]
-            return max(map(float, subprocess.run(run, capture_output=True, text=True, check=True).stdout.split()))
-        return max(map(float, self.ranks(ranks, command, devices)))
+    def layers(self):
+        """Return what runs each row, by its name, in the order of the table."""
+        run = self.run
+        layers = {
+            "Rust: `all_reduce`, by its caller": lambda *case: run([self.rust], *case, progress="caller"),
+            BASE: lambda *case: run([self.rust], *case),
+            "C: `sumac_all_reduce`": lambda *case: run([self.c], *case),
+            "Python: `comm.all_reduce`": lambda *case: run(here("python"), *case),
+        }
+        if importlib.util.find_spec("torch"):
+            layers["torch: `dist.all_reduce` on `sumac`"] = lambda *case: run(here("torch"), *case)
+            layers["torch: `dist.all_reduce` on `gloo`"] = lambda *case: run(here("gloo"), *case)
+        if shutil.which("mpirun") and importlib.util.find_spec("mpi4py"):
+            layers["mpi4py: `Allreduce`, Open MPI"] = self.mpi
+        layers["Rust, tree"] = lambda *case: run([self.rust], *case, devices=1)
+        layers["Python, tree"] = lambda *case: run(here("python"), *case, devices=1)
+        return layers
 
-    def compiled(self, ranks, size, devices=0):
-        """Time the C program."""
-        return max(map(float, self.ranks(ranks, [str(self.program), str(size // 4), str(SIZES[size])], devices)))
+
+def here(layer):
+    """Return the command that runs a function of this module."""
+    return [sys.executable, "-P", __file__, "--rank", layer]
+
+
+def spread(values, unit):
+    """Return a table's cell: the median, the lowest and the highest.
+
+    >>> spread([3e-6, 1e-6, 2.5e-5], 1e6), spread([0.1], 1e3)
+    ('3.0 (1.0 to 25)', '100 (100 to 100)')
+    """
+    shown = [unit * value for value in (statistics.median(values), min(values), max(values))]
+    return "{} ({} to {})".format(*(f"{value:.1f}" if value < 9.95 else f"{value:.0f}" for value in shown))
+
+
+def cells(found, name, case):
+    """Return a row's cells of a case: time, what it adds to Rust's, processor time."""
+    unit = 1e6 if case[1] == 8 else 1e3
+    times, used = zip(*found[name, case])
+    adds = unit * (min(times) - min(found[BASE, case])[0])
+    return [spread(times, unit), "" if name == BASE else f"{adds:.1f}", spread(used, unit)]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sumac")
+    parser.add_argument("program", type=Path)
     parser.add_argument("libraries", type=Path)
     parser.add_argument("--ranks", default="2,4")
+    parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        costs = Costs(args.sumac, args.libraries, Path(folder))
-        layers = {
-            "Rust: `sumac perf`": lambda ranks, size: costs.perf(ranks, size, 0),
-            "C: `sumac_all_reduce`": costs.compiled,
-            "Python: `comm.all_reduce`": lambda ranks, size: costs.here("python", ranks, size),
-            "torch: `dist.all_reduce` on `sumac`": lambda ranks, size: costs.here("torch", ranks, size),
-            "torch: `dist.all_reduce` on `gloo`": lambda ranks, size: costs.here("gloo", ranks, size),
-            "mpi4py: `Allreduce`, Open MPI": lambda ranks, size: costs.here("mpi", ranks, size),
-            "Rust, tree": lambda ranks, size: costs.perf(ranks, size, 1),
-            "torch on `sumac`, tree": lambda ranks, size: costs.here("torch", ranks, size, 1),
-        }
-        if shutil.which("mpirun") is None:
-            del layers["mpi4py: `Allreduce`, Open MPI"]
+        layers = Costs(args.program.resolve(), args.libraries.resolve(), Path(folder)).layers()
         cases = [(int(ranks), size) for ranks in args.ranks.split(",") for size in SIZES]
-        found = {}
-        for _ in range(ROUNDS):
-            for name, run in layers.items():
-                for case in cases:
-                    found.setdefault((name, case), []).append(run(*case))
-                    print(name, *case, found[name, case][-1], file=sys.stderr, flush=True)
-    heads = [f"{ranks} ranks, {'8 B: µs' if size == 8 else '64 MiB: GB/s'} | x" for ranks, size in cases]
-    print("| | " + " | ".join(heads) + " |", "|---" + "|---|---" * len(cases) + "|", sep="\n")
-    first = next(iter(layers))
-    for name in layers:
-        cells = [name]
-        for case in cases:
-            seconds = statistics.median(found[name, case])
-            micros = f"{1e6 * seconds:.3g}" if seconds < 1e-3 else f"{1e6 * seconds:.0f}"
-            cells.append(micros if case[1] == 8 else f"{case[1] / seconds / 1e9:.2f}")
-            cells.append(f"{seconds / statistics.median(found[first, case]):.2g}")
-        print("| " + " | ".join(cells) + " |")
+        found = {(name, case): [] for name in layers for case in cases}
+        runs = list(found)
+        for number in range(args.rounds):
+            random.Random(number).shuffle(runs)
+            for name, case in runs:
+                found[name, case].append(layers[name](*case))
+                print(number, name, *case, *found[name, case][-1], file=sys.stderr, flush=True)
+    for ranks, size in cases:
+        unit = "8 B: µs" if size == 8 else "64 MiB: ms"
+        print(f"\n| {ranks} ranks, {unit} | time | adds | processor time |", "|---|---|---|---|", sep="\n")
+        for name in layers:
+            print("| " + " | ".join([name, *cells(found, name, (ranks, size))]) + " |")
 
 
 if __name__ == "__main__":
