@@ -16,11 +16,11 @@ const COMPARED_MAX: usize = 1 << 27;
 
 /// The groups of a fabric.
 ///
-/// Hosts below one switch are a group. So are, one level above it each:
-/// - switches with hosts that are joined to each other: the groups of a dragonfly (Kim et al., ISCA 2008). A switch is
-///   of one group with the neighbours with which it has most neighbours in common. Those that a cable between groups
-///   joins have at most as many as a switch has such cables, so groups of at least two switches more are found;
-/// - switches below the same switches: the pods of a fat tree, or the groups of a dragonfly+ (Shpiner et al., HiPINEB
+/// Hosts below one switch are a group. Further levels join such groups:
+/// - switches with hosts that are joined to each other, as in a group of a dragonfly (Kim et al., ISCA 2008). A switch
+///   is in one group with the neighbours with which it shares most neighbours. Two that a cable between groups joins
+///   share at most as many as a switch has such cables, so groups of at least two switches more are found;
+/// - switches below the same switches, as in a pod of a fat tree or a group of a dragonfly+ (Shpiner et al., HiPINEB
 ///   2017).
 ///
 /// Ranks on a torus, a mesh or a HyperX are a grid, if their order is that of the switches' coordinates.
