@@ -37,4 +37,4 @@ def test_guide_has_the_rows_of_the_program():
     rows = object.__new__(costs.Costs)
     rows.rust = rows.c = ""
     guide = GUIDE.read_text().split("### What each layer costs", 1)[1].split("\n### ", 1)[0]
-    assert all(guide.count(f"\n| {name} | ") == 2 for name in rows.layers())
+    assert all(guide.count(f"\n| {name} | ") == 4 for name in rows.layers())
