@@ -3,8 +3,8 @@
 mod common;
 
 use common::{Cluster, over_udp, plain};
-use std::thread;
 use std::time::Duration;
+use std::{iter, thread};
 use sumac::controller::{Controller, ControllerConfig};
 use sumac::{Algo, CallOptions, Communicator, Error, JoinConfig, OpDesc, Order, Path, ReduceOp};
 use sumac_hal::ctrl::{Counters, DropReason};
@@ -137,6 +137,62 @@ fn call_in_the_tree_and_one_on_the_board_are_the_same_error_everywhere() {
             assert!(errors.iter().all(|error| matches!(error, Error::Mismatch { .. })), "{number}: {errors:?}");
             assert!(errors.windows(2).all(|pair| pair[0] == pair[1]), "{number}: {errors:?}");
         }
+    }
+}
+
+/// On one machine, no device compares a host collective in which each rank needs something from every other.
+#[test]
+fn call_in_the_tree_and_host_collective_are_the_same_error_everywhere() {
+    let cluster = Cluster::start(2, 2);
+    // Short transfers, long ones, and ones that are sent as references.
+    let algos = [(Algo::Ring, 5_000), (Algo::HalvingDoubling, 100_000), (Algo::RecursiveDoubling, 3_000)];
+    let in_tree: [fn(u32) -> bool; 4] = [|rank| rank == 0, |rank| rank == 3, |rank| rank != 1, |rank| rank % 2 == 0];
+    for ((algo, count), (number, is_in_tree)) in
+        algos.into_iter().flat_map(|algo| iter::repeat(algo).zip(in_tree.into_iter().enumerate()))
+    {
+        for is_started in [false, true] {
+            let errors = cluster.run(&format!("schedule-{algo}-{number}-{is_started}"), 4, plain, |comm| {
+                let options = |algo| {
+                    let deadline = Some(Duration::from_secs(20));
+                    CallOptions { algo: Some(algo), deadline, ..CallOptions::default() }
+                };
+                let sum = |algo| comm.all_reduce_with(&mut vec![1_i64; count], ReduceOp::Sum, &options(algo));
+                for algo in [algo, Algo::Tree, algo] {
+                    sum(algo).expect("the same everywhere");
+                }
+                let algo = if is_in_tree(comm.rank()) { Algo::Tree } else { algo };
+                if !is_started {
+                    return sum(algo).expect_err("a mismatch");
+                }
+                let started = comm.start_all_reduce_with(vec![1_i64; count], ReduceOp::Sum, &options(algo));
+                started.expect("it begins").wait().expect_err("a mismatch").error
+            });
+            let name = format!("{algo} {number} {is_started}");
+            assert!(errors.iter().all(|error| matches!(error, Error::Mismatch { .. })), "{name}: {errors:?}");
+            assert!(errors.windows(2).all(|pair| pair[0] == pair[1]), "{name}: {errors:?}");
+        }
+    }
+}
+
+/// Broadcasts are announced to the tree, which hears nothing from the others.
+#[test]
+fn broadcast_and_all_reduce_on_the_host_are_the_same_error_everywhere() {
+    let cluster = Cluster::start(2, 2);
+    for root in [0, 1, 2] {
+        let by_binomial = |config: &mut JoinConfig| config.algo = Algo::Binomial;
+        let errors = cluster.run(&format!("broadcast-{root}"), 3, by_binomial, |comm| {
+            let options = |algo| {
+                let deadline = Some(Duration::from_secs(20));
+                CallOptions { algo: Some(algo), deadline, ..CallOptions::default() }
+            };
+            let mut data = vec![1_i64; 20_000];
+            if comm.rank() == 1 {
+                return comm.broadcast(&mut data, root).expect_err("a mismatch");
+            }
+            comm.all_reduce_with(&mut data, ReduceOp::Sum, &options(Algo::Ring)).expect_err("a mismatch")
+        });
+        assert!(errors.iter().all(|error| matches!(error, Error::Mismatch { .. })), "{root}: {errors:?}");
+        assert!(errors.windows(2).all(|pair| pair[0] == pair[1]), "{root}: {errors:?}");
     }
 }
 

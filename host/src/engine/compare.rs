@@ -1,9 +1,11 @@
 //! Comparing calls with those of ranks that do not announce theirs to the tree.
 //!
 //! A host collective is announced to the tree, whose nodes compare it with what the other ranks call. That costs the
-//! devices as much as an operation. Short ones among the ranks of one machine, which take less, are therefore not
-//! announced. Instead, a rank that waits in the tree looks now and then at what has arrived from the others: the number
-//! of their call tells whether it should be the same.
+//! devices as much as an operation, and on one machine they take it from the processors on which the ranks work. There,
+//! an operation is not announced if no rank can end it before all have begun it: whoever calls something else leaves
+//! the others waiting. Each of them has sent or announced its call to the rank that it waits for ([`crate::exec`]), and a rank
+//! that waits in the tree looks now and then at what has arrived from the others: the number of their call tells
+//! whether it should be the same.
 //!
 //! On any number of machines, it looks whether another rank has ended an earlier call with an error. This rank's part
 //! of that call may have been complete before; the other one never comes to the operation in the tree.
@@ -20,7 +22,7 @@ use crate::exec::board::is_for_board;
 use crate::exec::{NoInterrupt, end_different, other_calls};
 use crate::transport::packets::OpId;
 use std::time::{Duration, Instant};
-use sumac_hal::op::{OpDesc, Path};
+use sumac_hal::op::{Collective, OpDesc, Path};
 use sumac_hal::wire::StragglerLimit;
 
 /// How often a rank that waits in the tree looks at the others' calls.
@@ -29,7 +31,20 @@ const INTERVAL: Duration = Duration::from_millis(20);
 /// Return whether a host collective of ranks on one machine is left to them to compare. Straggler limits are the tree's
 /// to watch.
 pub(super) fn is_left_to_ranks(desc: &OpDesc, path: Path, limit: Option<StragglerLimit>, ranks: u32) -> bool {
-    limit.is_none() && is_for_board(desc, path, ranks)
+    limit.is_none() && (is_for_board(desc, path, ranks) || is_for_all(desc, path))
+}
+
+/// Return whether no rank ends a host collective before all have begun it: what each receives depends on all of them.
+/// That of blocks of any length may not, as these may be empty; they are described like the others of their algorithm.
+const fn is_for_all(desc: &OpDesc, path: Path) -> bool {
+    let is_for_all = match desc.collective {
+        Collective::AllReduce | Collective::ReduceScatter | Collective::AllGather => {
+            !matches!(path, Path::Pairwise | Path::Hybrid)
+        }
+        Collective::AllToAll => !matches!(path, Path::Hybrid),
+        _ => false,
+    };
+    is_for_all && desc.count > 0
 }
 
 /// When a rank that waits in the tree looks at the others' calls next.
