@@ -184,4 +184,4 @@ fn broken(error: &Poisoned) -> IoOutcome {
 
 /// The length from which a payload is sent as a reference: below, two copies through the cache cost less than a system
 /// call of the receiver and its answer.
-pub(super) const REFERENCE_MIN_BYTES: usize = 32 << 10;
+pub(super) const REFERENCE_MIN_BYTES: usize = 64 << 10;
