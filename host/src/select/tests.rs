@@ -135,6 +135,18 @@ fn ranks_of_one_host_post_what_is_short_and_take_the_device_for_what_is_long() {
     }
 }
 
+/// Schedules that move all bytes along a chain of ranks took up to twice as long as those that move a part in each step.
+#[test]
+fn ranks_of_one_host_without_a_tree_split_what_is_longer_than_a_post() {
+    for (ranks, bytes) in [2_u32, 4].into_iter().flat_map(|ranks| [24, 32, 64, 256].map(|kib| (ranks, kib << 10))) {
+        let context = selection(ranks, Order::Arrival, Err("no device".into()));
+        let context = SelectionContext { ranks_per_host: ranks, ..context };
+        let chosen = explain(&context, &sum(bytes / 4), Algo::Auto).chosen.expect("possible");
+        let splits = [Path::Ring, Path::HalvingDoubling, Path::Nhr, Path::Bine, Path::Swing];
+        assert!(splits.contains(&chosen), "{ranks} ranks, {bytes} B: {chosen}");
+    }
+}
+
 #[test]
 fn zero_copy_tree_costs_the_leaf_or_what_is_above_it_whichever_is_slower() {
     let at = |levels, table: &CostTable, desc: OpDesc| {
