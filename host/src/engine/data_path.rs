@@ -30,7 +30,7 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use sumac_hal::op::{Collective, OpDesc, Path};
-use sumac_hal::wire::StragglerLimit;
+use sumac_hal::wire::{RankMask, StragglerLimit};
 
 /// When a call must end, and how long it may take.
 pub(super) type Deadline = (Instant, Duration);
@@ -340,9 +340,15 @@ impl DataPath {
     }
 
     /// Return a number that changes whenever calls may be selected another path than before, or for another reason.
-    #[inline]
     pub(super) fn generation(&mut self) -> u64 {
-        self.selection.generation(self.watch.notices.queue_position(), self.tree.excluded_ranks())
+        self.generation_now().0
+    }
+
+    /// Return the [generation](Self::generation), and the ranks that are excluded as stragglers.
+    #[inline]
+    pub(super) fn generation_now(&mut self) -> (u64, RankMask) {
+        let excluded = self.tree.excluded_ranks();
+        (self.selection.generation(self.watch.notices.queue_position(), excluded), excluded)
     }
 
     /// Select the path of the call that is running.

@@ -55,6 +55,7 @@ impl Core {
     ///
     /// # Errors
     /// As those of [`Core::run`].
+    #[inline]
     pub(crate) fn run_prepared(&mut self, call: &mut PreparedCall, mut buffers: Buffers<'_>) -> Result<Outcome, Error> {
         self.check_usable()?;
         let is_in_place = matches!(buffers, Buffers::InPlace(_));

@@ -13,6 +13,7 @@ use crate::exec::{Buffers, Execution};
 use std::sync::Arc;
 use std::time::Instant;
 use sumac_hal::op::{OpDesc, Path, ReduceOp};
+use sumac_hal::wire::RankMask;
 
 /// One of so many calls takes the way of all others, which drives the tree, too.
 const OTHER_WAY_INTERVAL: u64 = 256;
@@ -65,6 +66,7 @@ impl Core {
 
     /// Run a call as it was decided, if the buffers have the right lengths, the board can be used and nothing else is
     /// under way. `None`: it has not begun.
+    #[inline]
     pub(super) fn run_round(
         &mut self,
         (desc, options): (&OpDesc, &CallOptions),
@@ -72,7 +74,8 @@ impl Core {
         mut buffers: Buffers<'_>,
     ) -> Option<Result<Outcome, Error>> {
         let round = decided.round.as_deref()?;
-        if !round.fits(&buffers) || !decided.is_of(self.data.generation()) || !self.is_quiet() {
+        let (generation, missing) = self.data.generation_now();
+        if !decided.is_of(generation) || !self.is_quiet(missing) {
             return None;
         }
         let call = self.notices().migration.count_open_call()?;
@@ -94,7 +97,7 @@ impl Core {
                 retransmits: 0,
                 recovered: false,
                 slowest: None,
-                missing: self.data.tree.excluded_ranks(),
+                missing,
             })),
             Some((Attempt::Begun { has_posted }, op_index)) => {
                 Some(self.finish_round((desc, options), (decided, round), (has_posted, (op_index, number)), buffers))
@@ -131,10 +134,9 @@ impl Core {
     }
 
     /// Return whether no operation is under way, and nothing has been reported that calls must handle.
-    fn is_quiet(&self) -> bool {
+    #[inline]
+    fn is_quiet(&self, excluded: RankMask) -> bool {
         let watch = &self.data.watch;
-        self.data.operations.is_idle()
-            && !watch.notices.dropped.is_any()
-            && !watch.needs_view_change(self.data.tree.excluded_ranks())
+        self.data.operations.is_idle() && !watch.notices.dropped.is_any() && !watch.needs_view_change(excluded)
     }
 }

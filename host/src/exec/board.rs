@@ -53,9 +53,9 @@ struct History {
 }
 
 impl History {
-    fn push(&mut self, call: &Call) {
-        self.hash = (self.hash ^ u64::from(call.signature) ^ call.op_index << 32).wrapping_mul(FNV_PRIME);
-        self.recent[(self.rounds % Board::ROUNDS_AHEAD) as usize] = Some(*call);
+    fn push(&mut self, call: &Call, op_index: u64) {
+        self.hash = (self.hash ^ u64::from(call.signature) ^ op_index << 32).wrapping_mul(FNV_PRIME);
+        self.recent[(self.rounds % Board::ROUNDS_AHEAD) as usize] = Some(Call { op_index, ..*call });
         self.rounds += 1;
     }
 
@@ -84,9 +84,10 @@ impl BoardState {
         Some((self.board.as_mut()?, self.history.hash))
     }
 
-    /// Count a call: what is posted and read from here on is of it.
-    pub(super) fn push(&mut self, call: &Call) {
-        self.history.push(call);
+    /// Count a call of this index: what is posted and read from here on is of it.
+    #[inline]
+    pub(super) fn push(&mut self, call: &Call, op_index: u64) {
+        self.history.push(call, op_index);
     }
 }
 
@@ -171,7 +172,7 @@ impl Run<'_> {
         if mesh.board.is_agreed {
             if is_for_board(&self.call.desc(), self.call.path, mesh.place.ranks()) {
                 self.board_use = BoardUse::Runs;
-                mesh.board.history.push(&self.call);
+                mesh.board.history.push(&self.call, self.call.op_index);
             }
             return;
         }

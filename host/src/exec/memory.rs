@@ -33,6 +33,17 @@ impl Buffers<'_> {
     }
 }
 
+impl<'a> Buffers<'a> {
+    /// Return the input, if it has a buffer of its own, and the output, or the buffer of both.
+    #[inline]
+    pub(super) fn into_slices(self) -> (&'a [u8], &'a mut [u8]) {
+        match self {
+            Self::Separate { input, output } => (input, output),
+            Self::InPlace(buffer) => (&[], buffer),
+        }
+    }
+}
+
 impl<'a> From<&'a mut [u8]> for Buffers<'a> {
     fn from(buffer: &'a mut [u8]) -> Self {
         Self::InPlace(buffer)
@@ -79,10 +90,7 @@ impl<'a> Memory<'a> {
         buffers: Buffers<'a>,
         work: &mut Vec<u8>,
     ) -> Self {
-        let (input, user): (&[u8], &mut [u8]) = match buffers {
-            Buffers::Separate { input, output } => (input, output),
-            Buffers::InPlace(buffer) => (&[], buffer),
-        };
+        let (input, user) = buffers.into_slices();
         if work.len() < layout.work_bytes {
             work.resize(layout.work_bytes, 0);
         }

@@ -38,6 +38,8 @@ pub(crate) struct Round {
     /// Where what it posts lies, if it posts anything.
     posts: Option<(Store, Range<usize>)>,
     recvs: Box<[Recv]>,
+    /// Where in the output it reads what each of them sends, if it does nothing else.
+    reads: Option<Box<[Range<usize>]>>,
     /// What is left to do when all is read.
     locals: Box<[Local]>,
     /// The length of what it sends, to all ranks.
@@ -90,8 +92,10 @@ impl Round {
         let sent_bytes = step.sends.iter().map(|send| len_bytes(send.from)).sum();
         let posts = (!step.sends.is_empty()).then(|| layout.locate(region_to_post(desc.collective, &step.sends)));
         locals.retain(|local| !layout.is_in_place(local));
-        let locals = locals.into();
-        let recvs = step.recvs.into();
+        let locals: Box<[Local]> = locals.into();
+        let recvs: Box<[Recv]> = step.recvs.into();
+        let is_work = posts.as_ref().is_some_and(|(store, _): &(Store, _)| *store == Store::Work);
+        let reads = if is_work || !locals.is_empty() { None } else { direct_reads(&layout, &recvs) };
         let call = Call::new(place.rank(), 0, desc.signature(path, table_version), desc, path);
         let header = post_header(call, 0, posts.as_ref().map_or(0, |(_, range): &(_, Range<usize>)| range.len()));
         let Some(lengths) = lengths(schedule.layout(), layout.element_bytes, is_in_place) else { return Ok(None) };
@@ -106,6 +110,7 @@ impl Round {
             header,
             posts,
             recvs,
+            reads,
             locals,
             sent_bytes,
             start_bytes,
@@ -137,6 +142,15 @@ impl Round {
     }
 }
 
+/// Return where in the output transfers land, if they land there as they are.
+fn direct_reads(layout: &MemoryLayout, recvs: &[Recv]) -> Option<Box<[Range<usize>]>> {
+    let place = |recv: &Recv| {
+        let (store, range) = layout.locate(recv.landing.to);
+        (store == Store::User && layout.is_plain(recv.sent_from, &recv.landing)).then_some(range)
+    };
+    recvs.iter().map(place).collect()
+}
+
 impl<'a> Execution<'a> {
     /// Continue an operation that [`Mesh::attempt`] has begun, in the same buffers. `has_posted` says how far it came,
     /// and the numbers are the attempt's.
@@ -160,18 +174,22 @@ impl Mesh {
         if self.poisoned.is_some() || !self.uses_board() || self.is_settling() || !round.fits(&buffers) {
             return Attempt::None;
         }
+        self.board.push(&round.call, op_index);
+        let mut header = round.header;
+        Header::set_numbers(&mut header, op_index, number);
+        if let Some(reads) = &round.reads {
+            return self.attempt_directly(round, reads, &header, buffers);
+        }
         let mut memory = round.memory(buffers, &mut self.work);
-        self.board.push(&round.call(op_index));
-        let attempt = self.attempt_in(round, (op_index, number), &mut memory);
+        let attempt = self.attempt_in(round, &header, &mut memory);
         self.work = std::mem::take(&mut memory.work);
         attempt
     }
 
-    fn attempt_in(&mut self, round: &Round, (op_index, number): (u64, u32), memory: &mut Memory<'_>) -> Attempt {
+    fn attempt_in(&mut self, round: &Round, header: &[u8; HEADER_BYTES], memory: &mut Memory<'_>) -> Attempt {
         let has_posted = round.posts.as_ref().is_none_or(|(store, range)| {
-            let mut header = round.header;
-            Header::set_numbers(&mut header, op_index, number);
-            self.post_for_all(&header, memory.bytes(*store, range.clone()))
+            let bytes = memory.bytes(*store, range.clone());
+            self.post_for_all(header, bytes)
         });
         if !has_posted || !self.await_posts(&round.recvs) {
             return Attempt::Begun { has_posted };
@@ -179,6 +197,31 @@ impl Mesh {
         round.recvs.iter().for_each(|recv| self.read_post(recv, round.start_bytes, memory));
         self.finish_round(round.recvs.len());
         round.locals.iter().for_each(|local| memory.run_local(local, &mut self.scratch, &mut self.spare));
+        self.sent_bytes += round.sent_bytes;
+        Attempt::Complete
+    }
+
+    /// Attempt a round that only copies.
+    fn attempt_directly(
+        &mut self,
+        round: &Round,
+        reads: &[Range<usize>],
+        header: &[u8; HEADER_BYTES],
+        buffers: Buffers<'_>,
+    ) -> Attempt {
+        let (input, user) = buffers.into_slices();
+        let has_posted = round.posts.as_ref().is_none_or(|(store, range)| {
+            let from = if *store == Store::Input { input } else { &*user };
+            self.post_for_all(header, &from[range.clone()])
+        });
+        if !has_posted || !self.await_posts(&round.recvs) {
+            return Attempt::Begun { has_posted };
+        }
+        let Some(board) = &self.board.board else { return Attempt::Begun { has_posted } };
+        for (recv, place) in round.recvs.iter().zip(reads) {
+            board.read(recv.peer.0, round.start_bytes, &mut user[place.clone()]);
+        }
+        self.finish_round(reads.len());
         self.sent_bytes += round.sent_bytes;
         Attempt::Complete
     }

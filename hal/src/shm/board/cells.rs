@@ -66,6 +66,10 @@ impl Cells {
         }
         let words = &self.0.words()[at / 8..];
         let (whole, rest) = bytes.as_chunks::<8>();
+        if let ([piece], true) = (whole, rest.is_empty()) {
+            words[0].store(u64::from_ne_bytes(*piece), Ordering::Relaxed);
+            return;
+        }
         for (word, piece) in words.iter().zip(whole) {
             word.store(u64::from_ne_bytes(*piece), Ordering::Relaxed);
         }
@@ -161,10 +165,16 @@ impl BoardMemory for Cells {
 
     #[inline]
     fn set_description(&self, at: Cell, description: &[u8; DESCRIPTION_BYTES]) {
+        const WORDS: usize = DESCRIPTION_BYTES / 8;
         let first = (cell_at(at) + CELL_BYTES - DESCRIPTION_BYTES) / 8;
-        let words = &self.0.words()[first..first + DESCRIPTION_BYTES / 8];
-        for (word, piece) in words.iter().zip(description.as_chunks::<8>().0) {
-            word.store(u64::from_ne_bytes(*piece), Ordering::Relaxed);
+        // Arrays of known length, so that the bounds are checked once.
+        let (Some(words), Some(pieces)) =
+            (self.0.words()[first..].first_chunk::<WORDS>(), description.as_chunks::<8>().0.first_chunk::<WORDS>())
+        else {
+            return;
+        };
+        for index in 0..WORDS {
+            words[index].store(u64::from_ne_bytes(pieces[index]), Ordering::Relaxed);
         }
     }
 
