@@ -11,6 +11,8 @@
 //! - `rsh_log` is the card's side: what its Linux writes to the boot log (Linux, mlxbf-bootctl.c: `rsh_log_store`). A
 //!   write fails while the host has locked the log.
 //!
+//! - The last line of the boot log comes again after a while, as the agent's does.
+//!
 //! The script triggers events by bytes written and by reads of `misc`, never by time.
 
 mod filesystem;

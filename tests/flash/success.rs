@@ -36,6 +36,15 @@ fn flashed_card_receives_the_image_and_reports_ready() {
     }
 }
 
+/// The line is read before the last byte counts as written, as on a host that was too busy to notice.
+#[test]
+fn ready_line_that_came_too_early_counts_once_it_is_repeated() {
+    let bench = Bench::new();
+    let log = [(When::Reading(0), "INFO[MISC]: DPU is ready")];
+    let Some(ran) = well(&bench, Script::with_log(bench.image.len(), &log), &[]) else { return };
+    assert_eq!(ran.json["boot_log"].as_array().map(Vec::len), Some(2), "{}", ran.json);
+}
+
 #[test]
 fn device_key_follows_the_image_and_is_shown_nowhere() {
     let bench = Bench::new();

@@ -6,6 +6,8 @@ use std::time::Instant;
 
 /// The capacity of the boot log's buffer in words: its index has 7 bits.
 const LOG_WORDS: usize = 127;
+/// After how many reads of `misc` the last line of the boot log comes again.
+const REPEATED_EVERY: u32 = 16;
 /// How long a card has run when it is inserted, in seconds.
 const UP_TIME_S: u64 = 100_000;
 
@@ -72,6 +74,21 @@ impl State {
                 when if !before && self.is_due(when) => self.append(&line),
                 when => self.pending.push((when, line)),
             }
+        }
+    }
+
+    /// Repeat the last line now and then, as the agent does. The host may read it before its own writer has reported
+    /// that all is written, which takes as long as a busy machine lets that process wait; it does not count then.
+    fn repeat_last_line(&mut self) {
+        let after = |(when, line): &(When, String)| match when {
+            When::Reading(first) => Some((self.readings_after.checked_sub(*first)?, line.clone())),
+            _ => None,
+        };
+        if let Some((readings, line)) = self.script.log.iter().rev().find_map(after)
+            && readings > 0
+            && readings.is_multiple_of(REPEATED_EVERY)
+        {
+            self.append(&line);
         }
     }
 
@@ -158,6 +175,7 @@ impl State {
     pub(super) fn misc(&mut self) -> String {
         self.append_due_lines(When::Written(0));
         if self.is_whole() {
+            self.repeat_last_line();
             self.readings_after += 1;
         }
         self.seen.readings += 1;
