@@ -9,7 +9,10 @@
 
 mod failures;
 mod fleet;
+mod hosts;
 mod images;
+#[cfg(feature = "redfish")]
+mod redfish;
 mod rshim;
 mod success;
 

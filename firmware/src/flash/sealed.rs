@@ -12,6 +12,7 @@ use crate::manifest;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
+use std::os::unix::fs::FileExt;
 use std::process::Stdio;
 use thiserror::Error;
 use zeroize::Zeroizing;
@@ -79,14 +80,17 @@ impl SealedImage {
         Ok(file.take(self.len_bytes))
     }
 
+    /// Return a reader of the stream and of what follows it. Unlike [`SealedImage::reader`], others do not disturb it.
+    pub fn contents(&self) -> impl Read + '_ {
+        At { file: &self.file, at_bytes: 0 }
+    }
+
     /// Return the SHA-256 of what follows the stream.
     ///
     /// # Errors
     /// The system's error.
     pub fn tail_sha256(&self) -> io::Result<[u8; 32]> {
-        let mut file = &self.file;
-        file.seek(SeekFrom::Start(self.len_bytes))?;
-        manifest::sha256_of(file)
+        manifest::sha256_of(At { file: &self.file, at_bytes: self.len_bytes })
     }
 
     /// Return another handle of the same copy, for another card.
@@ -101,6 +105,20 @@ impl SealedImage {
     /// Convert to the stdin of a process.
     pub(super) fn into_stdin(self) -> Stdio {
         self.file.into()
+    }
+}
+
+/// Reads a file without its position, which others may share.
+struct At<'a> {
+    file: &'a File,
+    at_bytes: u64,
+}
+
+impl Read for At<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let len = self.file.read_at(buffer, self.at_bytes)?;
+        self.at_bytes += len as u64;
+        Ok(len)
     }
 }
 
@@ -182,6 +200,20 @@ mod tests {
         serve_boot(&card, sealed.file, &contents, mover).expect("no error");
         let expected = [&image[..], b"tail"].concat();
         assert!(std::fs::read(&boot).expect("there") == expected, "exactly the checked bytes");
+    }
+
+    #[test]
+    fn readers_of_one_image_do_not_disturb_each_other() {
+        let sealed = SealedImage::copy(&b"image"[..], &b"tail"[..]).expect("memory");
+        let (mut first, mut second, mut part) = (sealed.contents(), sealed.contents(), [0; 3]);
+        first.read_exact(&mut part).expect("long enough");
+        for reader in [&mut second as &mut dyn Read, &mut first] {
+            sealed.reader().expect("it moves the position").read_exact(&mut [0; 2]).expect("long enough");
+            let mut rest = Vec::new();
+            reader.read_to_end(&mut rest).expect("readable");
+            assert!(b"imagetail".ends_with(&rest), "{rest:?}");
+        }
+        assert_eq!(part, *b"ima");
     }
 
     #[test]

@@ -246,7 +246,7 @@ fn is_version(text: &str) -> bool {
 }
 
 /// Return the SHA-256 of a reader's data.
-pub(crate) fn sha256_of(reader: impl Read) -> io::Result<[u8; 32]> {
+pub fn sha256_of(reader: impl Read) -> io::Result<[u8; 32]> {
     let mut hashing = Hashing { inner: reader, digest: Sha256::new() };
     io::copy(&mut hashing, &mut io::sink())?;
     Ok(hashing.digest.finalize().into())

@@ -244,7 +244,8 @@ ENVIRONMENT
                        [default: all]
   SUMAC_TRAFFIC_CLASS  traffic class of packets and connections, 0 to 252: four times the DSCP, as 184 for EF; also for
                        controller and device [default: 0]
-  SUMAC_SSH            what perf --ssh runs commands on other hosts with [default: ssh -o BatchMode=yes]
+  SUMAC_SSH            what perf --ssh and flash --host run commands on other hosts with
+                       [default: ssh -o BatchMode=yes]
   SUMAC_CARDS          the folder in which flash records the state of each card [default: /var/lib/sumac/cards]
   SUMAC_LOG            log filter, as in `debug` or `sumac::controller=trace`; overrides -v
 
@@ -442,6 +443,8 @@ EXAMPLES
   sumac flash sumac.bfb --key pub.pem
   sumac flash sumac.bfb --rshim rshim1 --key pub.pem --dry-run
   sumac flash bf-bundle.bfb --allow-unsigned --until rebooting
+  sumac flash sumac.bfb --key pub.pem --host root@node1,root@node2 --all
+  sumac flash sumac.bfb --key pub.pem --redfish https://bmc1 --credentials bmc.txt --ca ca.pem
 
 JSON
   outcome (ready, dry-run, refused, or the failure's name) exit_status card seen message advice

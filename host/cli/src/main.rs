@@ -55,6 +55,7 @@ mod run;
 mod selftest;
 mod server;
 mod size;
+mod ssh;
 mod stats;
 mod status;
 mod topology;

@@ -24,7 +24,7 @@ pub(crate) struct FlashArgs {
     /// Go on with the cards that an earlier run with this image and several cards has not done
     #[arg(long = "continue", conflicts_with_all = ["rshim", "all", "dry_run"])]
     pub(super) continues: bool,
-    /// How many cards to flash at once
+    /// How many cards to flash at once, on each host of --host, or how many BMCs of --redfish
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=PARALLEL_MAX))]
     pub(super) parallel: u16,
     /// Leave out cards that run this image already: it was the last one flashed from here, and the card has not been
@@ -32,8 +32,22 @@ pub(crate) struct FlashArgs {
     // A key has to be sent in any case.
     #[arg(long, conflicts_with = "key_file")]
     pub(super) if_different: bool,
+    /// Flash the cards of these hosts, by ssh: the image goes over once, and is checked there. Cards, records and pins
+    /// are those of each host
+    // A key is for one card.
+    #[arg(long = "host", value_name = "HOST,...", value_delimiter = ',', conflicts_with = "key_file")]
+    pub(super) hosts: Vec<String>,
+    /// The `sumac` on the hosts of --host [default: the path of this one]
+    #[arg(long, value_name = "PATH", requires = "hosts")]
+    pub(super) sumac_path: Option<String>,
+    /// This is the `sumac` on a host of --host: the image and the key are on stdin.
+    #[arg(long, hide = true, conflicts_with_all = ["key", "key_file", "config", "rootfs", "hosts"])]
+    pub(super) follow_stdin: bool,
+    #[cfg(feature = "redfish")]
+    #[command(flatten)]
+    pub(super) redfish: super::redfish::RedfishArgs,
     /// Public key (PEM) that must have signed the image
-    #[arg(long, value_name = "FILE", required_unless_present = "allow_unsigned")]
+    #[arg(long, value_name = "FILE", required_unless_present_any = ["allow_unsigned", "follow_stdin"])]
     pub(super) key: Option<PathBuf>,
     /// Device's key for the card's store, from `sumac key new --device`, sent behind the image; `-` is stdin
     // The installer of a vendor's image runs what follows the image as a script.
@@ -105,7 +119,7 @@ pub(super) enum UntilName {
 impl FlashArgs {
     /// Return whether several cards may be meant, so that output has the form for several.
     pub(super) fn is_fleet(&self) -> bool {
-        self.all || self.continues || self.rshim.len() > 1
+        self.all || self.continues || self.rshim.len() > 1 || self.follow_stdin
     }
 
     /// Return the line of the boot log that means success.

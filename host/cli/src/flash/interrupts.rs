@@ -4,6 +4,7 @@ use crate::exit::Failure;
 use anyhow::Context;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
+use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use sumac_firmware::flash::Interrupter;
@@ -16,12 +17,21 @@ pub(super) struct Interrupts {
     thread: Option<JoinHandle<()>>,
 }
 
-#[derive(Debug, Default)]
+/// Called with a signal, on the thread that watches for them.
+type Listener = Arc<dyn Fn(i32) + Send + Sync>;
+
+#[derive(Default)]
 struct Shared {
     /// The first signal.
     signal: Option<i32>,
     /// Those to be told, whether or not they have ended.
-    running: Vec<Interrupter>,
+    listeners: Vec<Listener>,
+}
+
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Shared").field("signal", &self.signal).finish_non_exhaustive()
+    }
 }
 
 impl Interrupts {
@@ -35,9 +45,9 @@ impl Interrupts {
             for signal in signals.forever() {
                 let mut shared = lock(&told);
                 shared.signal.get_or_insert(signal);
-                let running = shared.running.clone();
+                let listeners = shared.listeners.clone();
                 drop(shared);
-                running.iter().for_each(|interrupter| interrupter.interrupt(signal));
+                listeners.iter().for_each(|listener| listener(signal));
             }
         });
         Ok(Self { shared, handle, thread: Some(watching) })
@@ -50,11 +60,17 @@ impl Interrupts {
 
     /// Tell this one of signals, also of one that has come already.
     pub(super) fn tell(&self, interrupter: Interrupter) {
+        self.listen(move |signal| interrupter.interrupt(signal));
+    }
+
+    /// Call this function with each signal, also with one that has come already. It must not block.
+    pub(super) fn listen(&self, listener: impl Fn(i32) + Send + Sync + 'static) {
+        let listener: Listener = Arc::new(listener);
         let mut shared = lock(&self.shared);
         let signal = shared.signal;
-        shared.running.push(interrupter.clone());
+        shared.listeners.push(Arc::clone(&listener));
         drop(shared);
-        signal.into_iter().for_each(|signal| interrupter.interrupt(signal));
+        signal.into_iter().for_each(|signal| listener(signal));
     }
 }
 

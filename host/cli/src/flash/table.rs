@@ -154,8 +154,9 @@ impl<'a> Table<'a> {
         if self.json {
             let card = |row: &Row<'_>| {
                 let report = row.report();
+                let seconds = row.ended.as_ref().map(|(_, time)| time.as_secs_f64());
                 json!({ "card": row.card.folder(), "serial": row.serial, "outcome": report.outcome,
-                    "exit_status": report.exit_status, "message": report.message })
+                    "exit_status": report.exit_status, "message": report.message, "seconds": seconds })
             };
             let cards: Vec<_> = self.rows.iter().map(card).collect();
             let counts = serde_json::to_value(&counts).map_err(io::Error::from)?;
@@ -170,14 +171,10 @@ impl<'a> Table<'a> {
         if !self.json || self.error.is_some() {
             return;
         }
-        if let Value::Object(fields) = &mut value {
-            // Formatting fails for years beyond 9999.
-            let time = OffsetDateTime::now_utc().format(&Rfc3339).unwrap_or_default();
-            fields.insert("time".into(), time.into());
-            let card = index.map(|index| self.rows[index].card.folder().display().to_string());
-            card.into_iter().for_each(|card| drop(fields.insert("card".into(), card.into())));
+        if let (Value::Object(fields), Some(index)) = (&mut value, index) {
+            fields.insert("card".into(), self.rows[index].card.folder().display().to_string().into());
         }
-        self.error = writeln!(io::stdout(), "{value}").err();
+        self.error = emit(value).err();
     }
 }
 
@@ -185,6 +182,16 @@ impl Row<'_> {
     fn report(&self) -> Report<'_> {
         Report::new(self.card, self.ended.as_ref().map(|(ended, _)| ended))
     }
+}
+
+/// Print an event with the time, unless it has one.
+pub(super) fn emit(mut event: Value) -> io::Result<()> {
+    if let Value::Object(fields) = &mut event {
+        // Formatting fails for years beyond 9999.
+        let time = || OffsetDateTime::now_utc().format(&Rfc3339).unwrap_or_default().into();
+        fields.entry("time").or_insert_with(time);
+    }
+    writeln!(io::stdout(), "{event}")
 }
 
 /// Print a line for each card, and their numbers.

@@ -11,6 +11,7 @@
 use super::args::PerfArgs;
 use crate::cluster::{ClusterError, Limit, Supervisor};
 use crate::exit::Failure;
+use crate::ssh::{self, is_host, program, quoted};
 use anyhow::{Context, anyhow, ensure};
 use indicatif::ProgressBar;
 use std::ffi::OsString;
@@ -31,9 +32,6 @@ const SLOTS_MAX: u32 = 256;
 
 /// The length of a key with its comments, in bytes.
 const KEY_LEN_MAX: u64 = 64 << 10;
-
-/// What runs a command on another host, unless `SUMAC_SSH` names another program.
-const SSH: &str = "ssh -o BatchMode=yes";
 
 /// Ranks may run for any time.
 const FOREVER: Duration = Duration::from_secs(u32::MAX as u64);
@@ -75,9 +73,7 @@ impl FromStr for Host {
         let slots = slots.parse().ok().filter(|slots| (1..=SLOTS_MAX).contains(slots));
         let slots = slots.ok_or_else(|| format!("write HOST or HOST:RANKS, with 1 to {SLOTS_MAX} ranks"))?;
         let name = name.strip_prefix('[').and_then(|name| name.strip_suffix(']')).unwrap_or(name);
-        // ssh would read an option.
-        let is_name = !name.is_empty() && !name.starts_with('-') && !name.contains(char::is_whitespace);
-        is_name.then(|| Self { name: name.into(), slots }).ok_or_else(|| format!("{name:?} is no name of a host"))
+        is_host(name).then(|| Self { name: name.into(), slots }).ok_or_else(|| format!("{name:?} is no name of a host"))
     }
 }
 
@@ -90,9 +86,9 @@ pub(super) fn run(args: &PerfArgs, hosts: &[Host], verbose: u8) -> Result<(), Fa
     let controller = controller.map_err(Failure::Input)?;
     let key = key_from_env().map_err(Failure::input)?;
     let input = Zeroizing::new(key.map_or_else(|| "\n".to_owned(), |key| format!("{}\n\n", key.reveal())));
-    let program = program(args).map_err(Failure::Input)?;
+    let program = program(args.sumac_path.as_deref()).map_err(Failure::Input)?;
     let options = options(std::env::args_os().skip(1)).map_err(Failure::Input)?;
-    let ssh = variable("SUMAC_SSH").unwrap_or_else(|| SSH.into());
+    let ssh = ssh::words(&[]);
     let places: Vec<_> = hosts.iter().flat_map(|host| (0..host.slots).map(move |local| (&host.name, local))).collect();
     let job = variable("SUMAC_JOB").unwrap_or_else(job_name);
     let mut supervisor = Supervisor::new(ProgressBar::hidden(), verbose)?;
@@ -110,7 +106,7 @@ pub(super) fn run(args: &PerfArgs, hosts: &[Host], verbose: u8) -> Result<(), Fa
             ["exec".into(), "env".into()].into_iter().chain(variables.map(|(name, value)| format!("{name}={value}")));
         let words = words.chain([program.clone()]).chain(options.iter().cloned()).chain([format!("--{FOLLOW}")]);
         let command = words.map(|word| quoted(&word)).collect::<Vec<_>>().join(" ");
-        let start = ssh.split_whitespace().chain([host.as_str(), &command]).map(str::to_owned).collect::<Vec<_>>();
+        let start = [&ssh[..], &[(*host).clone(), command]].concat();
         let id = supervisor.spawn_other(&format!("rank {rank} on {host}"), &start)?;
         supervisor.write(id, input.as_bytes().to_vec());
         supervisor.may_end(id);
@@ -145,17 +141,6 @@ pub(super) fn follow() -> Result<Option<Key>, Failure> {
     start.context("cannot watch stdin").map_err(Failure::Run)?;
     let key = (text.trim() != "").then(|| parse_key(&text)).transpose();
     key.context("the key on stdin").map_err(Failure::Input)
-}
-
-/// Return the program to run on the hosts: the given one, or the path of this one, as `mpirun` does.
-fn program(args: &PerfArgs) -> anyhow::Result<String> {
-    match &args.sumac_path {
-        Some(path) => Ok(path.clone()),
-        None => {
-            let path = std::env::current_exe().context("cannot find this program; give --sumac-path")?;
-            path.into_os_string().into_string().map_err(|path| anyhow!("{path:?} is not UTF-8; give --sumac-path"))
-        }
-    }
 }
 
 /// Return a variable that is set and not empty.
@@ -195,16 +180,6 @@ fn options(arguments: impl Iterator<Item = OsString>) -> anyhow::Result<Vec<Stri
     Ok(options)
 }
 
-/// Quote a word for the shell of the host.
-fn quoted(word: &str) -> String {
-    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./:,=@%+".contains(c);
-    if !word.is_empty() && word.chars().all(is_plain) {
-        word.into()
-    } else {
-        format!("'{}'", word.replace('\'', r"'\''"))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -230,12 +205,5 @@ mod tests {
         let given = ["-v", "perf", "--ssh", "a,b", "-e", "8", "--sumac-path=/x", "--ssh=c", "--algo", "tree"];
         let options = options(given.into_iter().map(OsString::from)).expect("UTF-8");
         assert_eq!(options, ["-v", "perf", "-e", "8", "--algo", "tree"]);
-    }
-
-    #[test]
-    fn quoted_word_is_one_word_of_a_shell() {
-        for (word, expected) in [("a=b", "a=b"), ("", "''"), ("a b", "'a b'"), ("it's;", r"'it'\''s;'")] {
-            assert_eq!(quoted(word), expected);
-        }
     }
 }
