@@ -22,12 +22,14 @@
 //!   written only after the payload was flushed and read back;
 //! - a payload whose SHA-256 differs from its record's is never selected.
 
+mod boot_order;
 mod file;
 mod record;
 #[cfg(test)]
 mod tests;
 mod updater;
 
+pub use boot_order::BootOrder;
 pub use file::FileBlocks;
 pub use record::{Record, State};
 pub use updater::{Event, Notice, Offer, Policy, UpdateError, Updater};

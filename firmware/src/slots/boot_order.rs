@@ -1,0 +1,25 @@
+//! What selects the slot that the firmware boots.
+
+use super::Slot;
+
+/// What selects the slot that the firmware boots: EFI variables on a card with UEFI , something that
+/// records the calls in tests.
+///
+/// Both calls take effect at the next restart, and are durable when they return.
+pub trait BootOrder {
+    /// Why the firmware's order cannot be changed.
+    type Error;
+
+    /// Boot this slot at the next restart only. Every later restart boots the preferred slot again, without help from
+    /// the one that was tried: this is what ends a trial in which nothing of ours runs.
+    ///
+    /// # Errors
+    /// The firmware refuses the change, or the slot has no boot entry.
+    fn try_once(&mut self, slot: Slot) -> Result<(), Self::Error>;
+
+    /// Boot this slot at every restart from now on, before everything else; the other slot comes after it.
+    ///
+    /// # Errors
+    /// As for [`BootOrder::try_once`].
+    fn prefer(&mut self, slot: Slot) -> Result<(), Self::Error>;
+}
