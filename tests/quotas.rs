@@ -232,6 +232,7 @@ fn unreachable(controller: SocketAddr, name: &str) -> Arc<AtomicU32> {
             redo_memory_bytes: 1 << 30,
             remote: None,
         }),
+        slots: None,
     };
     let mut stream = TcpStream::connect(controller).expect("a controller");
     send(&mut stream, &Hello::Device(announce.clone())).expect("it listens");

@@ -50,6 +50,7 @@ pub(crate) fn run(name: &str, controller: SocketAddr) -> Result<(), Box<dyn Erro
         capabilities: node.capabilities(),
         data_addrs: [port.local_addr()].into_iter().collect(),
         attach: None,
+        slots: None,
     };
     let mut stream = TcpStream::connect(controller)?;
     send(&mut stream, &Hello::Device(announce.clone()))?;

@@ -18,6 +18,7 @@
 //! | [`flash`] | writing a stream to a card and monitoring its boot |
 //! | [`enrolment`] | a device's key behind a stream |
 //! | [`slots`] | A/B update slots, of which one always boots |
+//! | [`update`] | an image that reaches the other slot of a card over the network |
 #![forbid(unsafe_code)]
 
 #[cfg(feature = "cards")]
@@ -41,3 +42,5 @@ pub mod recipe;
 pub mod rshim;
 #[cfg(feature = "cards")]
 pub mod slots;
+#[cfg(feature = "cards")]
+pub mod update;

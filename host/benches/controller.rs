@@ -112,6 +112,7 @@ fn start_device(controller: SocketAddr, name: &str, number: usize, lateness: &La
         },
         data_addrs: [Addr::Udp(SocketAddr::from(([127, 0, 0, 1], 9)))].into_iter().collect(),
         attach: None,
+        slots: None,
     };
     let mut stream = TcpStream::connect(controller).expect("a controller");
     send(&mut stream, &Hello::Device(announce.clone())).expect("it listens");

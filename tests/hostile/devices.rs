@@ -22,6 +22,7 @@ fn announce(like: &DeviceStatus, name: &str, incarnation: u64) -> Announce {
         capabilities: like.capabilities,
         data_addrs: like.data_addrs.iter().copied().collect(),
         attach: None,
+        slots: None,
     }
 }
 

@@ -1,7 +1,7 @@
 //! The board's control thread: dials the controller, announces the device, and executes the controller's requests.
 
 use super::shard::ShardLink;
-use super::{BoardConfig, BoardError, RegistrationError, term_file};
+use super::{BoardConfig, BoardError, Maintenance, RegistrationError, term_file};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
@@ -65,6 +65,7 @@ impl Control {
             term_file: config.term_file.clone(),
             announce,
             ticket: config.ticket.clone(),
+            maintenance: config.maintenance.clone(),
             shards,
             key: config.key.clone(),
             controllers: [&[config.controller][..], &config.controller_alternatives].concat(),
@@ -128,6 +129,8 @@ struct Dialer {
     term_file: Option<PathBuf>,
     announce: Announce,
     ticket: Option<JobTicket>,
+    /// What updates the system.
+    maintenance: Option<Arc<dyn Maintenance>>,
     shards: Vec<ShardLink>,
     /// The key to connect with, if the controller uses keys.
     key: Option<Key>,
@@ -165,7 +168,7 @@ impl Dialer {
         let (sealer, opener) = self.exchange_keys(&mut stream)?.unzip();
         let mut reader = FrameReader::new(ControlReader::new(stream.try_clone()?, opener));
         let mut stream = ControlWriter::new(stream, sealer);
-        let announce = self.announce.clone();
+        let announce = self.current_announce();
         let hello = match self.ticket.clone() {
             Some(ticket) => Hello::HostDevice { announce, ticket },
             None => Hello::Device(announce),
@@ -206,7 +209,11 @@ impl Dialer {
             let message =
                 self.admit(&request.message).map_or_else(Response::Refused, |()| self.execute(request.message));
             let is_registered = matches!(message, Response::Announce(_));
+            let is_update = matches!(message, Response::Update(_));
             send(&mut stream, &Envelope { id: request.id, message })?;
+            if let Some(maintenance) = self.maintenance.as_ref().filter(|_| is_update) {
+                maintenance.handle_sent();
+            }
             if is_registered {
                 {
                     let mut state = self.shared.lock();
@@ -288,13 +295,25 @@ impl Dialer {
         admitted
     }
 
+    /// Return the announcement, with the slots as they are now.
+    fn current_announce(&self) -> Announce {
+        let slots = self.maintenance.as_ref().map(|maintenance| maintenance.slots());
+        Announce { slots, ..self.announce.clone() }
+    }
+
     fn execute(&self, request: Request) -> Response {
         if matches!(request, Request::Claim(_)) {
             return Response::Done;
         }
         if request == Request::Identify {
-            return Response::Announce(self.announce.clone());
+            return Response::Announce(self.current_announce());
         }
+        let request = match (request, &self.maintenance) {
+            (Request::Update(request), Some(maintenance)) => {
+                return maintenance.handle(request).map_or_else(Response::UpdateRefused, Response::Update);
+            }
+            (request, _) => request,
+        };
         let responses: Vec<_> = self.shards.iter().map(|shard| shard.request(request.clone())).collect();
         let responses: Vec<Response> = responses.into_iter().filter_map(|response| response.recv().ok()).collect();
         self.roll_back(&request, &responses);

@@ -20,6 +20,7 @@ mod control;
 mod engine;
 mod function;
 mod functions;
+mod maintenance;
 mod redo;
 mod shard;
 mod term_file;
@@ -28,6 +29,7 @@ mod tests;
 
 pub use attach::ZeroCopyConfig;
 pub use functions::ZeroCopyError;
+pub use maintenance::Maintenance;
 pub use term_file::TermFileError;
 
 use attach::{LocalListener, RemoteListener};
@@ -36,6 +38,7 @@ use control::Control;
 use shard::{ShardHandle, start_shard};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 use sumac_hal::ctrl::secure::{HandshakeError, Key};
 use sumac_hal::ctrl::{Announce, DeviceCapabilities, FrameError, JobTicket, Name, Rejection};
@@ -100,6 +103,8 @@ pub struct BoardConfig {
     /// The job that the device serves, if a rank runs it for the ranks of that job on its host. Its key is then one of
     /// the job's tenant.
     pub ticket: Option<JobTicket>,
+    /// What updates the system that the board runs on; `None`: the board does not update itself.
+    pub maintenance: Option<Arc<dyn Maintenance>>,
 }
 
 impl BoardConfig {
@@ -128,6 +133,7 @@ impl BoardConfig {
             pcap: None,
             term_file: None,
             ticket: None,
+            maintenance: None,
         }
     }
 }
@@ -256,7 +262,8 @@ impl Board {
         let (local, remote) = start_listeners(&config, boot_id, &shards)?;
         let mut attach = local.as_ref().map(LocalListener::attach_point);
         attach.iter_mut().for_each(|point| point.remote = remote.as_ref().map(RemoteListener::addr));
-        let announce = Announce { name, boot_id, capabilities, data_addrs, attach };
+        let slots = config.maintenance.as_ref().map(|maintenance| maintenance.slots());
+        let announce = Announce { name, boot_id, capabilities, data_addrs, attach, slots };
         let links = shards.iter().map(ShardHandle::link).collect();
         let control = Control::start(&config, announce.clone(), links)?;
         Ok(Self { announce, control: Some(control), local, remote, shards, pid: std::process::id() })

@@ -3,9 +3,10 @@
 //! ```text
 //! Idle ── Begin ──> Writing ── Chunk … ── Finish ──> Restart notice      (the other slot is on trial)
 //! OnTrial ── Healthy ──> Idle          OnTrial ── time limit ──> RollBack notice
+//! Idle, OnTrial ── RollBack ──> Restart notice      (the other slot is started again)
 //! ```
 //!
-//! Invariant: the running slot is never written, except for its record when it is confirmed.
+//! Invariant: the running slot is never written, except for its record when its trial ends.
 
 use super::record::{Record, State, VERSION_MAX_BYTES};
 use super::{Selected, Slot, SlotError, Slots};
@@ -57,6 +58,9 @@ pub enum Event<'a> {
     Finish,
     /// The running payload is healthy.
     Healthy,
+    /// Go back to the other slot: end the running payload's trial or, if it is confirmed, put the other payload on
+    /// trial.
+    RollBack,
 }
 
 /// An action for the caller.
@@ -108,6 +112,15 @@ pub enum UpdateError<E> {
     /// The version does not fit the record.
     #[error("the version {0:?} exceeds {VERSION_MAX_BYTES} bytes")]
     Version(String),
+    /// There is nothing to go back to.
+    #[error("slot {slot} holds no complete payload that may be started")]
+    NothingThere {
+        /// The other slot.
+        slot: Slot,
+    },
+    /// The system was not started from a slot.
+    #[error("the system was not started from a slot")]
+    NotFromSlot,
     /// No update is in progress.
     #[error("no update is in progress")]
     NotBegun,
@@ -171,6 +184,7 @@ impl Updater {
             Event::Chunk(bytes) => self.chunk(bytes, slots),
             Event::Finish => self.finish(slots),
             Event::Healthy => return self.confirm(slots),
+            Event::RollBack => self.roll_back(slots),
         };
         if result.is_err() {
             self.writing = None;
@@ -272,19 +286,42 @@ impl Updater {
             slots.write(slot, writing.next_block, &writing.rest)?;
         }
         slots.flush(slot)?;
-        // Higher than every existing number: that of the running slot, and of what the target slot held before.
-        let mut newest = 0;
-        for slot in Slot::ALL {
-            newest = slots.record(slot)?.map_or(newest, |record| newest.max(record.sequence));
-        }
-        let trial = State::Trial { tries_left: self.policy.tries.max(1) };
-        let record = record(&writing.offer, trial, newest.saturating_add(1));
+        let record = record(&writing.offer, self.trial(), next_sequence(slots)?);
         if !slots.is_whole(slot, &record)? {
             return Err(UpdateError::Digest);
         }
         slots.write_record(slot, record)?;
         self.notice = Some(Notice::Restart { slot });
         Ok(())
+    }
+
+    /// One record decides: no power cut leaves a system that does not start.
+    fn roll_back<D: BlockDevice>(&mut self, slots: &mut Slots<D>) -> Result<(), UpdateError<D::Error>> {
+        self.writing = None;
+        let Selected { slot: running, record } = self.running.clone().ok_or(UpdateError::NotFromSlot)?;
+        let slot = running.other();
+        let other = slots.record(slot)?.filter(Record::may_start).ok_or(UpdateError::NothingThere { slot })?;
+        if !slots.is_whole(slot, &other)? {
+            return Err(UpdateError::NothingThere { slot });
+        }
+        if record.state == State::Confirmed {
+            let (epoch, running) = (other.epoch, record.epoch);
+            if epoch < running {
+                return Err(UpdateError::Rollback { epoch, running });
+            }
+            // On trial, so that the confirmed slot is started again if the other one does not become healthy.
+            let (state, sequence) = (self.trial(), next_sequence(slots)?);
+            slots.write_record(slot, Record { state, sequence, ..other })?;
+        } else {
+            slots.write_record(running, Record { state: State::Trial { tries_left: 0 }, ..record })?;
+        }
+        self.deadline = None;
+        self.notice = Some(Notice::Restart { slot });
+        Ok(())
+    }
+
+    fn trial(&self) -> State {
+        State::Trial { tries_left: self.policy.tries.max(1) }
     }
 
     fn confirm<D: BlockDevice>(&mut self, slots: &mut Slots<D>) -> Result<(), UpdateError<D::Error>> {
@@ -306,6 +343,15 @@ impl Writing {
         let (len_bytes, offered) = (self.len_bytes, self.offer.len_bytes);
         if is_right(len_bytes, offered) { Ok(()) } else { Err(UpdateError::Length { len_bytes, offered }) }
     }
+}
+
+/// Return a number higher than every existing one: that of the running slot, and of what the other one held before.
+fn next_sequence<D: BlockDevice>(slots: &mut Slots<D>) -> Result<u64, SlotError<D::Error>> {
+    let mut newest = 0;
+    for slot in Slot::ALL {
+        newest = slots.record(slot)?.map_or(newest, |record| newest.max(record.sequence));
+    }
+    Ok(newest.saturating_add(1))
 }
 
 fn record(offer: &Offer, state: State, sequence: u64) -> Record {

@@ -3,6 +3,7 @@
 use super::refusal::Refusal;
 use super::stats::Stats;
 use super::term::TermClaim;
+use super::update::{SlotsStatus, UpdateRequest, UpdateStatus, UpdateText};
 use crate::ids::{BootId, ChildIndex, Epoch, GroupId, TreeId};
 use crate::key::GroupSecret;
 use crate::port::Addr;
@@ -45,6 +46,8 @@ pub struct Announce {
     pub data_addrs: Vec<Addr, MAX_SHARDS>,
     /// Where ranks attach for zero-copy; `None` if the device does not support it.
     pub attach: Option<AttachPoint>,
+    /// The slots that the device boots from; `None` if it cannot update itself.
+    pub slots: Option<SlotsStatus>,
 }
 
 /// Where ranks attach to a device for zero-copy: over shared memory (feature `shm`), or over RDMA from another host.
@@ -331,6 +334,8 @@ pub enum Request {
     /// Find the longest packet that the path to the group's parent carries, and report it. The first such request of a
     /// group begins the search.
     ProbePath(GroupId),
+    /// Update the device, or report its slots.
+    Update(UpdateRequest),
 }
 
 /// Why a controller does not register a device.
@@ -444,4 +449,8 @@ pub enum Response {
         /// The length, in steps of [`STEP_BYTES`](crate::path_mtu::STEP_BYTES).
         max_packet_len_bytes: Option<u32>,
     },
+    /// Response to [`Request::Update`].
+    Update(UpdateStatus),
+    /// Response to [`Request::Update`]: refused for this reason, and nothing changed.
+    UpdateRefused(UpdateText),
 }

@@ -29,6 +29,7 @@ mod stream;
 mod term;
 #[cfg(test)]
 mod tests;
+pub mod update;
 
 pub use messages::{
     Announce, AttachPoint, ChildMask, DeviceCapabilities, DeviceUser, Envelope, GroupConfig, Hello, JobTicket,
@@ -46,7 +47,7 @@ use serde::de::DeserializeOwned;
 use thiserror::Error;
 
 /// The version of the messages. It increases with every change of their encoding.
-pub const VERSION: u16 = 17;
+pub const VERSION: u16 = 18;
 
 /// The length of a frame header, in bytes.
 pub const FRAME_HEADER_LEN: usize = 12;

@@ -1,3 +1,6 @@
+use super::update::{
+    PIECE_MAX_BYTES, SlotId, SlotImage, SlotTrust, SlotsStatus, Transfer, UpdateRequest, UpdateStatus,
+};
 use super::*;
 use crate::ids::{BootId, ChildIndex, Epoch, GroupId, TreeId};
 use crate::key::GroupSecret;
@@ -43,9 +46,9 @@ fn frame<M: Serialize>(message: &M) -> Vec<u8> {
     encode(message, &mut [0; 1024]).unwrap().to_vec()
 }
 
-/// Version 17, byte for byte. Any change requires a new version.
+/// Version 18, byte for byte. Any change requires a new version.
 #[test]
-fn version_17_encodes_to_golden_bytes() {
+fn version_18_encodes_to_golden_bytes() {
     let install = frame(&Envelope { id: 1, message: Request::InstallTree(tree()) });
     let create = frame(&Envelope { id: 2, message: Request::CreateGroup(group()) });
     let refused = frame(&Envelope { id: 2, message: Response::Refused(Refusal::NoSlots { need: 64 }) });
@@ -61,14 +64,51 @@ fn version_17_encodes_to_golden_bytes() {
     assert_eq!([probe, path].map(|bytes| hex(&bytes)), [GOLDEN_PROBE, GOLDEN_PATH]);
 }
 
-const GOLDEN_INSTALL: &str = "5363110018000000f76f0344010105010200007f000001b725010703c80102ac02ffff03";
-const GOLDEN_CREATE: &str = "5363110050000000991a81070203b424050102020909090909090909090909090909090988ef99abc5e88c9111010000efff0102a09c01010108aab3022040e00ad804b0ea01d00fa08d06c096b10209010080808080808080808001";
-const GOLDEN_REFUSED: &str = "536311000400000023055a2102020740";
-const GOLDEN_REJECTED: &str = "536311000d00000098a4e6810308000100007f000001b72501";
-const GOLDEN_PROBE: &str = "53631100040000003b472756040aac02";
-const GOLDEN_PATH: &str = "53631100050000003eac44a4040401c00b";
+const GOLDEN_INSTALL: &str = "5363120018000000e995151c010105010200007f000001b725010703c80102ac02ffff03";
+const GOLDEN_CREATE: &str = "536312005000000087e0975f0203b424050102020909090909090909090909090909090988ef99abc5e88c9111010000efff0102a09c01010108aab3022040e00ad804b0ea01d00fa08d06c096b10209010080808080808080808001";
+const GOLDEN_REFUSED: &str = "53631200040000003dff4c7902020740";
+const GOLDEN_REJECTED: &str = "536312000d000000865ef0d90308000100007f000001b72501";
+const GOLDEN_PROBE: &str = "536312000400000025bd310e040aac02";
+const GOLDEN_PATH: &str = "5363120005000000205652fc040401c00b";
 const GOLDEN_TICKET: &str =
-    "536311002400000079a11430016aac020505050505050505050505050505050505050505050505050505050505050505";
+    "5363120024000000675b0268016aac020505050505050505050505050505050505050505050505050505050505050505";
+
+const GOLDEN_PIECE: &str = "53631200090000002e836059050b02ac0203010203";
+const GOLDEN_UPDATE: &str = "536312007a0000004ff04c33050501010103312e30030707070707070707070707070707070707070707070707070707070707070707010108322e302d72632e31030707070707070707070707070707070707070707070707070707070707070707000203070707070707070707070707070707070707070707070707070707070707070701";
+
+fn slots() -> SlotsStatus {
+    let image =
+        |version: &str, trust| SlotImage { version: version.try_into().unwrap(), epoch: 3, sha256: [7; 32], trust };
+    let images =
+        [Some(image("1.0", SlotTrust::Confirmed)), Some(image("2.0-rc.1", SlotTrust::Trial { tries_left: 2 }))];
+    SlotsStatus { running: Some(SlotId::B), images }
+}
+
+#[test]
+fn update_messages_encode_to_golden_bytes() {
+    let bytes = heapless::Vec::from_slice(&[1, 2, 3]).unwrap();
+    let piece = Request::Update(UpdateRequest::Piece { offset: 300, bytes });
+    let status = UpdateStatus { slots: slots(), transfer: Transfer::Ready { sha256: [7; 32], slot: SlotId::B } };
+    let piece = frame(&Envelope { id: 5, message: piece });
+    let answer = frame(&Envelope { id: 5, message: Response::Update(status.clone()) });
+    let hex = |bytes: &[u8]| bytes.iter().map(|b| format!("{b:02x}")).collect::<String>();
+    assert_eq!([piece, answer.clone()].map(|bytes| hex(&bytes)), [GOLDEN_PIECE, GOLDEN_UPDATE]);
+    let (back, _) = decode::<Envelope<Response>>(&answer).unwrap().unwrap();
+    assert_eq!(back.message, Response::Update(status));
+}
+
+#[test]
+fn piece_is_no_longer_than_the_longest_other_request() {
+    let addr = Addr::Udp("[::1]:65535".parse().unwrap());
+    let parent = NodeParent { data_addrs: core::iter::repeat_n(addr, 8).collect(), child: ChildIndex(255) };
+    let ranks = core::iter::repeat_n(u16::MAX - 1, 256).collect();
+    let tree = TreeConfig { tree: TreeId(u32::MAX), parent: Some(parent), children: 256, ranks };
+    let longest = encode(&Request::InstallTree(tree), &mut [0; 4096]).unwrap().len();
+    let bytes = core::iter::repeat_n(0xff, PIECE_MAX_BYTES).collect();
+    let piece =
+        encode(&Request::Update(UpdateRequest::Piece { offset: u64::MAX, bytes }), &mut [0; 4096]).unwrap().len();
+    assert!(piece <= longest, "{piece} bytes, {longest} bytes");
+}
 
 #[test]
 fn announce_and_stats_round_trip() {
@@ -88,7 +128,8 @@ fn announce_and_stats_round_trip() {
     let (machine, socket) = ("here".try_into().unwrap(), "leaf-1.7".try_into().unwrap());
     let user = DeviceUser { uid: 1000, serves_all: true };
     let attach = AttachPoint { machine, socket, user, redo_memory_bytes: 9, remote: Some("[::1]:8".parse().unwrap()) };
-    let announce = Announce { name, boot_id: BootId(7), capabilities, data_addrs, attach: Some(attach) };
+    let announce =
+        Announce { name, boot_id: BootId(7), capabilities, data_addrs, attach: Some(attach), slots: Some(slots()) };
     let bytes = frame(&announce);
     assert_eq!(decode::<Announce>(&bytes).unwrap(), Some((announce, bytes.len())));
 

@@ -188,7 +188,7 @@ pub(crate) enum Command {
     /// itself. Ctrl-C stops writing and restores the card's settings.
     #[command(after_long_help = FLASH_HELP)]
     Flash(FlashArgs),
-    /// Work with the cards that this host can flash
+    /// Work with the cards that this host can flash, and update those that serve
     Card(CardArgs),
     /// Talk to a card's driver for `flash` and `card list` (internal)
     #[command(hide = true)]

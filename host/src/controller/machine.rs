@@ -231,6 +231,9 @@ impl Machine {
             ClientRequest::Status if matches!(**principal, Principal::Device { .. }) => {
                 return Err(scope(principal, "reports".into()));
             }
+            ClientRequest::Update(_) if **principal != Principal::Operator => {
+                return Err(scope(principal, "updates of devices".into()));
+            }
             ClientRequest::Peer(_) if **principal != Principal::Operator => {
                 return Err(scope(principal, "another controller".into()));
             }
@@ -308,6 +311,7 @@ impl Machine {
         for conn in conns {
             self.principals.remove(&conn);
             self.failover_clients.remove(&conn);
+            self.state.release_updates(conn);
             match self.clients.remove(&conn) {
                 Some(Some(place)) => ranks.push((conn, place)),
                 Some(None) => {}

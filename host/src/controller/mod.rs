@@ -59,12 +59,14 @@ mod shape;
 mod state;
 #[cfg(test)]
 mod tests;
+mod updates;
 
 pub use address::{AddressError, first_reachable, resolve, resolve_all};
 pub use limits::{Limits, TREES_MAX, derived_name};
 pub use pair::PairConfig;
 pub use resources::{Quota, Quotas, is_host_device};
 pub use session::{ClientError, ControllerAddr, Notice, Session, WhileJoining, status};
+pub use updates::UpdateClient;
 
 use crate::select::CostTable;
 use crate::topo::{Fabric, Routes};

@@ -7,6 +7,7 @@ mod refusal;
 mod status;
 mod stripes;
 mod terms;
+mod update;
 
 pub use rail_of::{RailOf, rail_name};
 pub use refusal::JoinRefusal;
@@ -16,6 +17,7 @@ pub use status::{
 };
 pub use stripes::{RailGrant, StripeOf, Striping, stripe_name};
 pub use terms::{DEFAULT_TENANT, InvalidTenant, MAX_TENANT_LEN, Terms, Transport, UnknownTransport, check_tenant};
+pub use update::{UPDATE_PIECE_MAX_BYTES, UpdateCommand, UpdateDevice, UpdateRefusal, UpdateReply};
 
 /// The old name of [`Transport`].
 #[deprecated(since = "0.2.0", note = "renamed to `Transport`")]
@@ -115,6 +117,8 @@ pub enum ClientRequest {
         /// The view whose tree is lost.
         view: u32,
     },
+    /// Update a device, or ask for its slots: for operators. Answered with `Updated`.
+    Update(Box<UpdateDevice>),
 }
 
 /// What a rank needs to run a device for the ranks of its job on its host.
@@ -310,6 +314,8 @@ pub enum ClientReply {
     /// Before `Joined` or `Replanned`: probe the path to the leaf of the tree that is planned. Answered with
     /// `PathProbed`.
     ProbePath(Box<PathToProbe>),
+    /// Reply to `Update`.
+    Updated(Box<UpdateReply>),
 }
 
 /// A rank's place in a complete job.

@@ -95,8 +95,14 @@ mod tests {
                 collectives: u32::MAX,
             };
             let name = Name::try_from(*name).expect("short");
-            let announce =
-                Announce { name, boot_id: BootId(1), capabilities, data_addrs: Default::default(), attach: None };
+            let announce = Announce {
+                name,
+                boot_id: BootId(1),
+                capabilities,
+                data_addrs: Default::default(),
+                attach: None,
+                slots: None,
+            };
             (name_of(&announce), Arc::new(Device { conn: ConnId(1), announce }))
         };
         names.iter().map(session).collect()

@@ -27,6 +27,7 @@ mod requests;
 mod reservation;
 mod resume;
 mod stripes;
+mod update;
 mod wait;
 
 #[cfg(test)]
@@ -64,6 +65,7 @@ use sumac_hal::ctrl::{Envelope, Rejection, Request};
 use sumac_hal::ids::{Epoch, GroupId, Rank};
 use sumac_hal::port::Addr;
 use sumac_hal::time::Instant;
+use update::{Relayed, Updates};
 
 /// What the responses of devices are awaited for.
 #[derive(Debug)]
@@ -72,6 +74,7 @@ pub(super) enum Purpose {
     ProbePaths(AskedNodes),
     Renew(LeaseRound),
     Report(PendingReport),
+    Update(Relayed),
     Stop,
 }
 
@@ -115,6 +118,8 @@ pub(super) struct State {
     unresponsive: BTreeSet<DeviceKey>,
     /// Disconnected devices, and when their trees count as lost.
     disconnected: BTreeMap<DeviceKey, Instant>,
+    /// What operators do to devices.
+    updates: Updates,
     /// The controller's part in a pair, for reports.
     pub(super) pair: Option<PairStatus>,
     #[cfg(feature = "planted")]
@@ -174,6 +179,7 @@ impl State {
             crowded: BTreeMap::new(),
             unresponsive: BTreeSet::new(),
             disconnected: BTreeMap::new(),
+            updates: Updates::default(),
             pair: None,
             #[cfg(feature = "planted")]
             bug: None,
@@ -198,6 +204,7 @@ impl State {
             Purpose::ProbePaths(asked) => self.continue_path_probes(config, asked, replies),
             Purpose::Renew(round) => self.finish_lease_round(round, replies),
             Purpose::Report(report) => self.finish_report(report, replies),
+            Purpose::Update(relayed) => self.finish_update(relayed, replies),
             Purpose::Stop => self.has_released_all = true,
         }
     }
@@ -275,6 +282,7 @@ impl State {
         }
         self.planning.devices_version += 1;
         self.forget(&device);
+        self.forget_update(&device);
         self.ledger.remove_device(&device.key());
         self.start_reconnect_grace(device.key());
         if !is_host_device {

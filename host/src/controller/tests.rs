@@ -19,6 +19,7 @@ mod session;
 mod shapes;
 mod stripes;
 mod unlocked;
+mod updates;
 mod versions;
 
 use super::limits::RANKS_MAX;
@@ -189,6 +190,7 @@ fn announce(name: &str, shards: u16, attach_point: Option<AttachPoint>) -> Annou
         },
         data_addrs: (0..shards).map(|nth| Addr::Udp(SocketAddr::from(([127, 0, 0, 1], 9 + nth)))).collect(),
         attach: attach_point,
+        slots: None,
     }
 }
 

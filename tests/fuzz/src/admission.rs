@@ -338,6 +338,7 @@ fn device(cursor: &mut Cursor<'_>) -> Announce {
         },
         data_addrs: (0..1 + u32::from(bits >> 4 & 1)).map(Addr::Emu).collect(),
         attach: bus,
+        slots: None,
     }
 }
 

@@ -45,6 +45,7 @@ impl Cluster<'_, '_> {
             capabilities: device.shards[0].capabilities(),
             data_addrs: (0..self.options.shards).map(|shard| self.options.address(node_addr(index, shard))).collect(),
             attach: None,
+            slots: None,
         }
     }
 

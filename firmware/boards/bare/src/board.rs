@@ -243,6 +243,7 @@ impl<'m, D: Device, O: OtherShards> Board<'m, D, O> {
             capabilities: node.capabilities(),
             data_addrs: addrs.take(MAX_SHARDS).collect(),
             attach: announced,
+            slots: None,
         };
         let control = Control::new(options.controller, announce, options.key.clone(), boot_id.0 as u16);
         let shard = Shard { stack, node, traced: 0, gauge: || None };

@@ -335,7 +335,7 @@ fn announce() -> Announce {
         collectives: 1,
     };
     let name = "board".try_into().expect("a name");
-    Announce { name, boot_id: BootId(5), capabilities, data_addrs: heapless::Vec::new(), attach: None }
+    Announce { name, boot_id: BootId(5), capabilities, data_addrs: heapless::Vec::new(), attach: None, slots: None }
 }
 
 fn request(id: u32, message: Request) -> Vec<u8> {

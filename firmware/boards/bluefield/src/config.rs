@@ -15,6 +15,10 @@
 //! | `poll` | `busy`: poll without sleeping; `sleep` | `sleep` |
 //! | `verbs` | `auto`: RDMA if a port has the address of the data ports, else UDP; `off`; or an RDMA port | `auto` |
 //! | `rdma` | the RDMA port over which ranks of other hosts are served zero-copy, with one shard | none |
+//! | `slots` | the two slots that updates are written to, files or block devices, with a comma between them | none |
+//! | `update-key` | the public key that signs updates: the middle line of its PEM file | required with `slots` |
+//! | `slot` | the slot that runs, `A` or `B`, if what started the agent knows | by the slots' records |
+//! | `confirm-after` | for how many seconds an updated card serves before it counts as healthy | 60 |
 //! | `log` | log filter of the runtime, for example `debug` | `info` |
 //!
 //! In a store these are lines of `key=value`, and `#` starts a comment. On the kernel's command line each is a word
@@ -24,9 +28,13 @@
 //! writes, or `/init` if a key follows the boot stream. All users and all who have the image can read a command line,
 //! so it is refused there.
 
+use crate::update::{CONFIRM_AFTER, slot, slot_paths};
 use std::fmt::{self, Write};
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::str::FromStr;
+use std::time::Duration;
+use sumac_firmware::slots::Slot;
+use sumac_firmware::update::UpdateKey;
 use sumac_hal::ctrl::secure::{Key, KeyError};
 use sumac_hal::ctrl::{MAX_NAME_LEN, Name};
 use sumac_hal::shard::MAX_SHARDS;
@@ -160,7 +168,7 @@ impl FromStr for Verbs {
 }
 
 /// The keys, in output order.
-const KEYS: [&str; 14] = [
+const KEYS: [&str; 18] = [
     "name",
     "controller",
     "interface",
@@ -174,6 +182,10 @@ const KEYS: [&str; 14] = [
     "poll",
     "verbs",
     "rdma",
+    "slots",
+    "update-key",
+    "slot",
+    "confirm-after",
     "log",
 ];
 
@@ -296,8 +308,17 @@ impl Settings {
 
     /// Set the address of the data ports.
     pub fn set_ip(&mut self, ip: Cidr) {
-        let at = KEYS.iter().position(|key| *key == "ip");
-        at.into_iter().for_each(|at| self.values[at] = Some(ip.to_string()));
+        self.put("ip", ip.to_string());
+    }
+
+    /// Set the slot that runs.
+    pub fn set_slot(&mut self, slot: Slot) {
+        self.put("slot", slot.to_string());
+    }
+
+    fn put(&mut self, key: &str, value: String) {
+        let at = KEYS.iter().position(|known| *known == key);
+        at.into_iter().for_each(|at| self.values[at] = Some(value.clone()));
     }
 
     fn get<T: FromStr>(&self, key: &str) -> Option<T> {
@@ -312,6 +333,10 @@ impl Settings {
     /// [`ConfigError::Missing`].
     pub fn config(&self) -> Result<Config, ConfigError> {
         let cores: Option<String> = self.get("cores");
+        let (slots, update_key) = (self.get::<String>("slots"), self.get("update-key"));
+        if slots.is_some() && update_key.is_none() {
+            return Err(ConfigError::Missing("update-key"));
+        }
         let cores = cores.iter().flat_map(|cores| cores.split(',')).filter_map(|core| core.parse().ok()).collect();
         Ok(Config {
             name: self.get("name").ok_or(ConfigError::Missing("name"))?,
@@ -327,6 +352,10 @@ impl Settings {
             poll: self.get("poll").unwrap_or_default(),
             verbs: self.get("verbs").unwrap_or_default(),
             rdma: self.get("rdma"),
+            slots: slots.as_deref().and_then(slot_paths),
+            update_key,
+            slot: self.get::<String>("slot").as_deref().and_then(slot),
+            confirm_after: self.get("confirm-after").map_or(CONFIRM_AFTER, Duration::from_secs),
             log: self.get("log").unwrap_or_else(|| "info".to_owned()),
             key: self.key.clone(),
         })
@@ -361,6 +390,12 @@ fn check(key: &str, value: &str) -> Result<(), &'static str> {
         "cores" => holds(value.split(',').all(|core| core.parse::<usize>().is_ok()), "processors, such as 2,3"),
         "poll" => is::<Polling>(value, "busy or sleep"),
         "verbs" => is::<Verbs>(value, "auto, off, or an RDMA port such as mlx5_2:1"),
+        "slots" => {
+            holds(slot_paths(value).is_some(), "two files or block devices, such as /dev/nvme0n1p1,/dev/nvme0n1p2")
+        }
+        "update-key" => is::<UpdateKey>(value, "a public ed25519 key: the middle line of its PEM file"),
+        "slot" => holds(slot(value).is_some(), "A or B"),
+        "confirm-after" => is::<u64>(value, "a number of seconds"),
         "rdma" => holds(!value.is_empty(), "an RDMA port such as mlx5_2:1, or auto"),
         _ => Ok(()),
     }
@@ -396,6 +431,14 @@ pub struct Config {
     pub verbs: Verbs,
     /// The RDMA port over which ranks of other hosts are served zero-copy.
     pub rdma: Option<String>,
+    /// The two slots that updates are written to.
+    pub slots: Option<[String; 2]>,
+    /// The key that signs updates.
+    pub update_key: Option<UpdateKey>,
+    /// The slot that runs.
+    pub slot: Option<Slot>,
+    /// How long an updated card serves before it counts as healthy.
+    pub confirm_after: Duration,
     /// The log filter of the runtime.
     pub log: String,
     /// The device's key, if the controller uses keys.

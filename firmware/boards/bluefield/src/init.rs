@@ -6,14 +6,15 @@ use crate::network::{self, NetworkError};
 use crate::store::{STORE_LEN_BYTES, Store, StoreError};
 use crate::supervisor;
 use crate::system;
-use std::convert::Infallible;
+use crate::update::{self, SlotsError, Trial};
 use std::fs;
 use std::io;
 use std::path::Path;
 use std::time::Duration;
 use sumac_firmware::enrolment;
-use sumac_firmware::slots::FileBlocks;
+use sumac_firmware::slots::{FileBlocks, Policy};
 use sumac_hal::ctrl::secure::{Key, KeyFileError, check_private, read_key};
+use sumac_hal::time::Instant;
 use thiserror::Error;
 use zeroize::Zeroizing;
 
@@ -57,6 +58,9 @@ pub enum AgentError {
         /// The error.
         source: StoreError<io::Error>,
     },
+    /// The slots of updates cannot be used.
+    #[error("{0}")]
+    Slots(#[from] SlotsError),
     /// The device's key, or a store with one, cannot be used.
     #[error("{0}")]
     Key(#[from] KeyFileError),
@@ -78,12 +82,13 @@ pub fn init() -> ! {
         system::restart(&panicked, "the agent panicked");
     }));
     match boot(&log) {
-        Ok(never) => match never {},
+        // An update, or the end of its trial.
+        Ok(()) => system::reboot_now(&log),
         Err(error) => system::restart(&log, &error.to_string()),
     }
 }
 
-fn boot(log: &Log) -> Result<Infallible, AgentError> {
+fn boot(log: &Log) -> Result<(), AgentError> {
     system::mount_all().map_err(|(target, source)| AgentError::Mount { target, source })?;
     system::open_console();
     let modules = system::load_modules(log);
@@ -103,14 +108,14 @@ fn boot(log: &Log) -> Result<Infallible, AgentError> {
     let config = settings.config()?;
     let ip = network::configure(&config, log)?;
     settings.set_ip(ip);
-    supervise(log, &settings)
+    supervise(log, settings)
 }
 
-/// Serve with these settings on a machine that is set up already.
+/// Serve with these settings on a machine that is set up already, until an update requests a restart.
 ///
 /// # Errors
 /// [`AgentError`].
-pub fn serve<'a>(words: impl IntoIterator<Item = &'a str>) -> Result<Infallible, AgentError> {
+pub fn serve<'a>(words: impl IntoIterator<Item = &'a str>) -> Result<(), AgentError> {
     let log = Log::new([]);
     let line = CommandLine::parse(words, "")?;
     let mut settings = settings(&line, &log)?;
@@ -119,7 +124,7 @@ pub fn serve<'a>(words: impl IntoIterator<Item = &'a str>) -> Result<Infallible,
     }
     let ip = network::existing_address(&settings.config()?)?;
     settings.set_ip(ip);
-    supervise(&log, &settings)
+    supervise(&log, settings)
 }
 
 /// Return the key that followed the stream into the boot FIFO, if there is one. Whatever else is there is logged.
@@ -154,8 +159,20 @@ fn keep_key(line: &CommandLine, key: &Key, log: &Log) {
     }
 }
 
-fn supervise(log: &Log, settings: &Settings) -> Result<Infallible, AgentError> {
-    supervisor::supervise(log, settings).map_err(|source| AgentError::System { what: "the runtime", source })
+/// Supervise the runtime, and the trial of the slot that runs, until a restart is requested.
+fn supervise(log: &Log, mut settings: Settings) -> Result<(), AgentError> {
+    let config = settings.config()?;
+    let (restarts, mut trial) = (supervisor::Restarts::default(), None);
+    if let Some(selected) = update::select(&config, log)? {
+        settings.set_slot(selected.slot);
+        let begun = Trial::new(&selected, Policy::default(), config.confirm_after, Instant::ZERO);
+        if let Some(begun) = begun {
+            let restarts = restarts.clone();
+            trial = update::watch(begun, &config, log, move || restarts.request())?;
+        }
+    }
+    let served = supervisor::supervise(log, &settings, &restarts, trial.as_ref());
+    served.map_err(|source| AgentError::System { what: "the runtime", source })
 }
 
 /// Return the settings of the command line, and of the store where the command line has none. A store that cannot be

@@ -25,6 +25,7 @@
 //! | [`netlink`] | addresses and routes |
 //! | [`supervisor`] | the runtime's process |
 //! | [`runtime`] | the runtime itself |
+//! | [`update`] | updates over the network, and the trial of a slot |
 //!
 //! Invariants:
 //! - process 1 never ends: on an error that it cannot recover from, it logs the error and restarts the card;
@@ -47,3 +48,4 @@ pub mod runtime;
 pub mod store;
 pub mod supervisor;
 pub mod system;
+pub mod update;

@@ -4,7 +4,8 @@
 //! stdout, and logs to stderr. A panic of any thread ends the process: the next one has all shards again.
 
 use crate::config::{Cidr, Config, ConfigError, Polling, Settings, Verbs};
-use crate::supervisor::SERVES;
+use crate::supervisor::{REACHED, SERVES};
+use crate::update::{self, SlotsError};
 use rustix::process::{Signal, set_parent_process_death_signal};
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, SocketAddr};
@@ -65,6 +66,9 @@ pub enum RuntimeError {
     /// The pipe to the supervisor failed.
     #[error("pipe to the supervisor: {0}")]
     Pipe(#[from] io::Error),
+    /// The slots of updates cannot be used.
+    #[error("{0}")]
+    Slots(#[from] SlotsError),
     /// A shard has ended, which is a bug.
     #[error("a shard has ended")]
     Ended,
@@ -164,7 +168,8 @@ pub fn run() -> Result<(), RuntimeError> {
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).with_ansi(false).init();
     let ip = config.ip.ok_or(RuntimeError::NoAddress)?;
     let verbs = choose_link(&config, ip, link_at)?;
-    let board = Board::start(board_config(&config, ip, verbs)?)?;
+    let maintenance = update::maintenance(&config)?;
+    let board = Board::start(BoardConfig { maintenance, ..board_config(&config, ip, verbs)? })?;
     let addrs: Vec<_> = board.data_addrs().map(|addr| addr.to_string()).collect();
     report(&format!(
         "{SERVES} as {}, boot id {:016x}, at {}",
@@ -173,12 +178,13 @@ pub fn run() -> Result<(), RuntimeError> {
         addrs.join(" ")
     ))?;
     while !board.wait_registered(REGISTER_WAIT) {}
-    report(&format!("has reached the controller at {}", config.controller))?;
+    report(&format!("{REACHED} at {}", config.controller))?;
     board.serve();
     Err(RuntimeError::Ended)
 }
 
-fn report(line: &str) -> io::Result<()> {
+/// Write a line of the runtime's status.
+pub(crate) fn report(line: &str) -> io::Result<()> {
     let mut out = io::stdout().lock();
     writeln!(out, "{line}")?;
     out.flush()

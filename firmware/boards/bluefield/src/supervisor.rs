@@ -10,19 +10,24 @@
 
 use crate::config::Settings;
 use crate::log::{DPU_IS_READY, Level, Log};
+use crate::update::{CONFIRMS, RESTARTS, Sign};
 use rustix::io::Errno;
-use rustix::process::{Pid, WaitOptions, WaitStatus, wait};
-use std::convert::Infallible;
+use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions, WaitStatus, pidfd_open, pidfd_send_signal, wait};
 use std::io::{self, BufRead, BufReader, Write};
+use std::os::fd::OwnedFd;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::Sender;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// The argument that makes this program the runtime.
 pub const RUNTIME: &str = "runtime";
 /// The line with which the runtime reports that it is serving; its boot id and addresses follow.
 pub const SERVES: &str = "serves";
+/// The line with which the runtime reports that its controller knows it.
+pub const REACHED: &str = "has reached the controller";
 
 /// The first wait before a restart, and the longest.
 const FIRST_WAIT: Duration = Duration::from_millis(100);
@@ -53,22 +58,64 @@ impl Backoff {
     }
 }
 
-/// Keep a runtime with these settings running.
+/// Ends the runtime so that the system can be restarted.
+#[derive(Debug, Clone, Default)]
+pub struct Restarts(Arc<RestartState>);
+
+#[derive(Debug, Default)]
+struct RestartState {
+    is_requested: AtomicBool,
+    /// The running runtime. The descriptor never means another process.
+    runtime: Mutex<Option<OwnedFd>>,
+}
+
+impl Restarts {
+    /// Request a restart: the runtime is killed, and [`supervise`] returns.
+    pub fn request(&self) {
+        self.0.is_requested.store(true, Ordering::Release);
+        if let Some(runtime) = &*self.0.runtime.lock().unwrap_or_else(PoisonError::into_inner) {
+            // It may have ended already.
+            let _ = pidfd_send_signal(runtime, Signal::KILL);
+        }
+    }
+
+    fn is_requested(&self) -> bool {
+        self.0.is_requested.load(Ordering::Acquire)
+    }
+
+    /// Remember the runtime that runs. A restart that was requested before ends it.
+    fn set_runtime(&self, pid: Option<Pid>) {
+        let runtime = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
+        *self.0.runtime.lock().unwrap_or_else(PoisonError::into_inner) = runtime;
+        if pid.is_some() && self.is_requested() {
+            self.request();
+        }
+    }
+}
+
+/// Keep a runtime with these settings running, until a restart of the system is requested. A slot on trial gets the
+/// signs of its health.
 ///
 /// # Errors
 /// Only if this program cannot find its own executable.
-pub fn supervise(log: &Log, settings: &Settings) -> io::Result<Infallible> {
+pub fn supervise(log: &Log, settings: &Settings, restarts: &Restarts, trial: Option<&Sender<Sign>>) -> io::Result<()> {
     // By its path: the /proc link would name a file that may have been replaced meanwhile.
     let program = std::env::current_exe()?;
     let (mut backoff, readiness) = (Backoff::default(), Arc::new(Readiness::default()));
+    let send = |sign| trial.is_some_and(|trial| trial.send(sign).is_ok());
     loop {
         let start = Instant::now();
         let mut command = Command::new(&program);
         command.arg(RUNTIME).stdin(Stdio::piped()).stdout(Stdio::piped());
         let end = match command.spawn() {
-            Ok(child) => watch(child, log, settings, &readiness),
+            Ok(child) => watch(child, log, settings, (&readiness, restarts, trial)),
             Err(error) => format!("could not be started: {error}"),
         };
+        if restarts.is_requested() {
+            log.info(&format!("runtime {end}; restarting"));
+            return Ok(());
+        }
+        send(Sign::Ended);
         let wait = backoff.after(start.elapsed());
         log.write(Level::Error, &format!("runtime {end}; starting it again in {} ms", wait.as_millis()));
         std::thread::sleep(wait);
@@ -76,16 +123,24 @@ pub fn supervise(log: &Log, settings: &Settings) -> io::Result<Infallible> {
 }
 
 /// Serve a runtime until it has ended; return how.
-fn watch(mut child: Child, log: &Log, settings: &Settings, readiness: &Arc<Readiness>) -> String {
+fn watch(
+    mut child: Child,
+    log: &Log,
+    settings: &Settings,
+    (readiness, restarts, trial): (&Arc<Readiness>, &Restarts, Option<&Sender<Sign>>),
+) -> String {
+    restarts.set_runtime(Some(Pid::from_child(&child)));
     if let Some(mut stdin) = child.stdin.take() {
         // If it has ended already, its end is noticed below.
         let _ = stdin.write_all(settings.to_secret_lines().as_bytes());
     }
     let reader = child.stdout.take().map(|stdout| {
         let (log, readiness) = (log.clone(), Arc::clone(readiness));
-        std::thread::spawn(move || forward_status(stdout, &log, &readiness))
+        let (restarts, trial) = (restarts.clone(), trial.cloned());
+        std::thread::spawn(move || forward_status(stdout, &log, &readiness, (&restarts, trial.as_ref())))
     });
     let end = reap_until(Pid::from_child(&child));
+    restarts.set_runtime(None);
     if let Some(reader) = reader {
         // The reader ends with the pipe, so the last lines are logged before the end.
         let _ = reader.join();
@@ -124,7 +179,12 @@ pub fn announce(log: &Log, readiness: &Readiness, pauses: impl IntoIterator<Item
     }
 }
 
-fn forward_status(from: impl io::Read, log: &Log, readiness: &Arc<Readiness>) {
+fn forward_status(
+    from: impl io::Read,
+    log: &Log,
+    readiness: &Arc<Readiness>,
+    (restarts, trial): (&Restarts, Option<&Sender<Sign>>),
+) {
     let mut from = BufReader::new(from);
     loop {
         let mut line = Vec::new();
@@ -134,6 +194,18 @@ fn forward_status(from: impl io::Read, log: &Log, readiness: &Arc<Readiness>) {
         }
         let line = String::from_utf8_lossy(&line);
         log.info(&format!("runtime {}", line.trim_end()));
+        let sign = match line.trim_end() {
+            RESTARTS => {
+                restarts.request();
+                None
+            }
+            CONFIRMS => Some(Sign::Confirms),
+            line => line.starts_with(REACHED).then_some(Sign::Registered),
+        };
+        if let (Some(sign), Some(trial)) = (sign, trial) {
+            // The trial may have ended.
+            let _ = trial.send(sign);
+        }
         if line.starts_with(SERVES) {
             readiness.is_serving.store(true, Ordering::Relaxed);
             if !readiness.has_been_announced.swap(true, Ordering::Relaxed) {

@@ -132,6 +132,11 @@ pub fn restart(log: &Log, why: &str) -> ! {
     let delay_s = RESTART_DELAY.as_secs();
     let pauses = (0..delay_s / FAILURE_INTERVAL.as_secs()).map(|_| FAILURE_INTERVAL);
     report_failure(log, &format!("{why}; restarting in {delay_s} s"), pauses);
+    reboot_now(log)
+}
+
+/// Restart the machine at once.
+pub fn reboot_now(log: &Log) -> ! {
     rustix::fs::sync();
     let error = reboot(RebootCommand::Restart);
     log.write(Level::Error, &format!("cannot restart: {error:?}"));

@@ -8,6 +8,7 @@ use sumac::controller::proto::{
     DeviceStatus, JobStatus, PairStatus, RankRange, RecoveryOutcome, RecoveryStatus, StatusReport, StripeStatus,
     TenantStatus,
 };
+use sumac_hal::ctrl::update::{SlotId, SlotTrust, SlotsStatus};
 use sumac_hal::ctrl::{AttachPoint, Counters, DropReason, StackUsage};
 
 /// Untrusted text: control characters that a terminal would interpret are escaped.
@@ -103,6 +104,9 @@ fn write_device(out: &mut impl Write, device: &DeviceStatus, rates: Option<&Devi
          {zero_copy_contributions}  completed {completed}  {}",
         describe_drops(&stats.counters)
     )?;
+    if let Some(slots) = &device.slots {
+        writeln!(out, "    {}", describe_slots(slots))?;
+    }
     let Some(rates) = rates else { return Ok(()) };
     let DeviceRates { packets_in, packets_out, contributions, zero_copy_contributions, completed, dropped, .. } = rates;
     writeln!(
@@ -123,6 +127,27 @@ fn describe_drops(counters: &Counters) -> String {
     let total: u64 = counters.dropped.iter().sum();
     let reasons: Vec<_> = drops(counters).map(|(reason, count)| format!("{reason} {count}")).collect();
     if reasons.is_empty() { "dropped 0".into() } else { format!("dropped {total}: {}", reasons.join(", ")) }
+}
+
+/// Describe the slots that a device boots from.
+fn describe_slots(slots: &SlotsStatus) -> String {
+    let image = |slot: SlotId| {
+        let image = slots.image(slot).map_or_else(
+            || "empty".to_owned(),
+            |image| {
+                let trust = match image.trust {
+                    SlotTrust::Confirmed => "confirmed".to_owned(),
+                    SlotTrust::Trial { tries_left } => format!("on trial, {tries_left} tries left"),
+                };
+                format!("version {} epoch {} {trust}", Escaped(&image.version), image.epoch)
+            },
+        );
+        format!("slot {slot} {image}")
+    };
+    match slots.running {
+        Some(running) => format!("runs {}; {}", image(running), image(running.other())),
+        None => format!("not started from a slot; {}; {}", image(SlotId::A), image(SlotId::B)),
+    }
 }
 
 fn describe_stack(StackUsage { used_bytes, size_bytes }: StackUsage) -> String {
@@ -344,7 +369,7 @@ pub(super) mod tests {
             stack: None,
         };
         let (name, in_fabric, data_addrs) = (name.to_owned(), true, vec![]);
-        DeviceStatus { name, in_fabric, data_addrs, capabilities, attach: None, stats: Ok(stats) }
+        DeviceStatus { name, in_fabric, data_addrs, capabilities, attach: None, stats: Ok(stats), slots: None }
     }
 
     #[test]

@@ -65,7 +65,7 @@ impl Machine {
     pub(super) fn refuse_as_standby(&mut self, request: &ClientRequest) -> Option<JoinRefusal> {
         let active = match request {
             ClientRequest::Resume(_) => self.witness()?,
-            ClientRequest::Join(_) | ClientRequest::JoinOn { .. } => {
+            ClientRequest::Join(_) | ClientRequest::JoinOn { .. } | ClientRequest::Update(_) => {
                 self.pair.as_ref().filter(|pair| pair.term().is_none())?.active_peer()
             }
             _ => return None,

@@ -5,6 +5,7 @@ use crate::controller::resources::Quota;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::net::SocketAddr;
+use sumac_hal::ctrl::update::SlotsStatus;
 use sumac_hal::ctrl::{AttachPoint, DeviceCapabilities, Stats};
 use sumac_hal::ids::GroupId;
 use sumac_hal::port::Addr;
@@ -157,6 +158,8 @@ pub struct DeviceStatus {
     pub attach: Option<AttachPoint>,
     /// Its counters, or why they are missing.
     pub stats: Result<Stats, String>,
+    /// The slots that it boots from; `None` if it cannot update itself.
+    pub slots: Option<SlotsStatus>,
 }
 
 /// One job.

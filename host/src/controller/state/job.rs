@@ -43,7 +43,7 @@ pub(super) struct Job {
     /// Whether the ranks were notified that the tree of this view is lost.
     pub(super) tree_suspected: bool,
     /// Whether it is lost because a path has become too narrow for its packets.
-    pub(super) is_path_narrow: bool,
+    pub(super) spares_devices: bool,
     /// Whether the ranks were notified of an abort.
     pub(super) is_aborted: bool,
     /// Whether the ranks were notified of a lost rank, which makes others end.
@@ -105,7 +105,7 @@ impl Job {
             secret,
             view: 0,
             tree_suspected: false,
-            is_path_narrow: false,
+            spares_devices: false,
             is_aborted: false,
             has_lost_ranks: false,
             replan_requests: BTreeSet::new(),

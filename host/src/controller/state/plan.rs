@@ -15,7 +15,7 @@ use crate::plan::{Child, KeptIndex};
 use crate::schedule::Shape;
 use crate::schedule::tree::Tree;
 use crate::secret::JobSecret;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use sumac_hal::ctrl::Order;
 use sumac_hal::ids::Rank;
@@ -58,6 +58,8 @@ pub struct Plan {
     pub(super) unresponsive: BTreeSet<String>,
     /// Devices that owe the counters of an earlier report.
     pub(super) overdue: BTreeSet<String>,
+    /// Devices that are about to restart, and why.
+    pub(super) draining: BTreeMap<String, String>,
     pub(super) ids: GroupIds,
 }
 
@@ -255,6 +257,12 @@ impl Plan {
         let devices = leave_out(devices, ["not responding", "it does not respond"], &|device| {
             self.unresponsive.contains(device.name())
         })?;
+        let (out, devices): (Devices, Devices) =
+            devices.into_iter().partition(|(name, _)| self.draining.contains_key(name));
+        let restarting: Vec<&str> = out.keys().filter_map(|name| self.draining.get(name)).map(String::as_str).collect();
+        if pinned.iter().any(|name| out.contains_key(name)) || (devices.is_empty() && !out.is_empty()) {
+            return Err(restarting.join("; "));
+        }
         let crash_loop = ["crash loop", "it is in a crash loop: its connections keep ending soon after they begin"];
         let devices = leave_out(devices, crash_loop, &|device| self.backed_off.contains(device.name()))?;
         let declined = ["attach failed", "a rank could not attach to it"];
@@ -262,6 +270,9 @@ impl Plan {
         let siblings = &self.job.siblings;
         let other = ["of other trees of the job", "it is not planned for this tree of the job"];
         let devices = leave_out(devices, other, &|device| !siblings.allow(device.name()))?;
+        let clauses: Vec<&str> =
+            restarting.into_iter().chain([left_out.as_str()]).filter(|clause| !clause.is_empty()).collect();
+        let left_out = clauses.join("; ");
         Ok((devices, left_out))
     }
 

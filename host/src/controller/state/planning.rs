@@ -203,7 +203,7 @@ impl State {
         };
         let unresponsive = names_of(&|device| !self.links.is_responsive(device));
         let overdue = names_of(&|device| self.links.has_overdue_stats(device));
-        let index = self.planning.index.clone();
+        let (index, draining) = (self.planning.index.clone(), self.drain_reasons());
         Plan {
             goal,
             job,
@@ -215,6 +215,7 @@ impl State {
             backed_off,
             unresponsive,
             overdue,
+            draining,
             ids,
         }
     }
@@ -264,7 +265,8 @@ impl State {
     /// Whether the devices of a placement are still connected and have the resources.
     fn can_claim(&self, name: &str, placement: &Placement) -> bool {
         let tenant = self.jobs.get(name).map_or("", Job::tenant);
-        self.has_devices(placement) && self.ledger.check_claim(&placement.claim(tenant)).is_ok()
+        let may_use = !placement.nodes.iter().any(|node| self.is_draining(&node.device));
+        may_use && self.has_devices(placement) && self.ledger.check_claim(&placement.claim(tenant)).is_ok()
     }
 
     pub(super) fn has_devices(&self, placement: &Placement) -> bool {

@@ -42,7 +42,7 @@ impl State {
             return;
         }
         tracing::warn!(job = name, %rank, view, is_path_narrow, "tree is lost: reported by a rank");
-        (job.tree_suspected, job.is_path_narrow) = (true, is_path_narrow);
+        (job.tree_suspected, job.spares_devices) = (true, is_path_narrow);
         self.recoveries.begin(name, view, &format!("tree lost: reported by {rank}"), self.now);
         job.broadcast(&mut self.output, &ClientReply::TreeLost { view });
     }
@@ -157,7 +157,7 @@ impl State {
             let Some(job) = self.jobs.get_mut(name) else { return };
             job.placement = Some(Err(LOST.into()));
             // If one of them has disconnected, that is why, and the others may be used again.
-            match is_whole && !std::mem::take(&mut job.is_path_narrow) {
+            match is_whole && !std::mem::take(&mut job.spares_devices) {
                 true => job.lost_devices.exclude(devices().cloned().collect(), self.now),
                 false => job.lost_devices.clear(),
             }

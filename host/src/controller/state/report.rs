@@ -78,6 +78,7 @@ impl State {
             capabilities: session.announce.capabilities,
             attach: session.announce.attach.clone(),
             stats: Err(String::new()),
+            slots: session.announce.slots.is_some().then(|| self.known_slots(session)),
         };
         let resuming = self.resuming.iter().map(|((name, _), resuming)| (name, &resuming.job));
         let positions = self.queue.positions(&self.ledger);

@@ -16,7 +16,8 @@ use crate::controller::proto::StatusReport;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
-use sumac_hal::ctrl::{FrameError, Request};
+use sumac_hal::ctrl::update::UpdateRequest;
+use sumac_hal::ctrl::{FrameError, Request, Response};
 
 /// How long all devices together may take to report their counters.
 const STATS_LIMIT: Duration = Duration::from_secs(2);
@@ -79,11 +80,18 @@ fn part_of(report: &StatusReport, tenant: &str) -> StatusReport {
     }
 }
 
+/// What a device is asked for.
+#[derive(Debug, Clone, Copy)]
+enum Query {
+    Stats,
+    Slots,
+}
+
 /// A report, and the indices of the devices that are queried.
 #[derive(Debug)]
 pub(in crate::controller) struct PendingReport {
     report: Report,
-    asked: Vec<usize>,
+    asked: Vec<(usize, Query)>,
 }
 
 impl State {
@@ -105,8 +113,12 @@ impl State {
             if self.links.has_overdue_stats(device) {
                 report.report.devices[index].stats = Err(STATS_OVERDUE.to_owned());
             } else {
-                asked.push(index);
+                asked.push((index, Query::Stats));
                 requests.push((Arc::clone(device), Request::Stats));
+                if device.announce.slots.is_some() {
+                    asked.push((index, Query::Slots));
+                    requests.push((Arc::clone(device), Request::Update(UpdateRequest::Status)));
+                }
             }
         }
         let purpose = Purpose::Report(PendingReport { report, asked });
@@ -116,8 +128,14 @@ impl State {
     /// Handle the counters of the devices.
     pub(super) fn finish_report(&mut self, PendingReport { report, asked }: PendingReport, replies: Vec<Reply>) {
         let mut report = report.report;
-        for (index, reply) in asked.into_iter().zip(replies) {
-            report.devices[index].stats = expect_stats(reply).map_err(|error| error.to_string());
+        for ((index, query), reply) in asked.into_iter().zip(replies) {
+            let device = &mut report.devices[index];
+            match (query, reply) {
+                (Query::Stats, reply) => device.stats = expect_stats(reply).map_err(|error| error.to_string()),
+                (Query::Slots, Ok(Response::Update(status))) => device.slots = Some(status.slots),
+                // They stay as they were reported last.
+                (Query::Slots, _) => {}
+            }
         }
         self.reporting.complete = Some(report);
     }

@@ -32,6 +32,7 @@ impl State {
             // The machine has answered it.
             ClientRequest::Peer(_) => {}
             ClientRequest::Status => self.request_report(client, tenant),
+            ClientRequest::Update(update) => self.update_device(client, *update),
             ClientRequest::Suspect { view } => self.suspect((here, client), view, false),
             ClientRequest::PathNarrowed { view } => self.suspect((here, client), view, true),
             ClientRequest::Replan { view } => self.replan(here, client, view),

@@ -104,6 +104,7 @@ impl State {
             .chain(self.expire_abandoned_replans())
             .chain(self.expire_backoffs())
             .chain(self.expire_exclusions())
+            .chain(self.advance_drains())
             .min()
     }
 

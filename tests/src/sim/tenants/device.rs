@@ -154,6 +154,7 @@ impl<'m> Device<'m> {
             capabilities: shard.node.capabilities(),
             data_addrs: (0..self.shards.len()).map(|shard| shard_addr(index, shard)).collect(),
             attach: None,
+            slots: None,
         }
     }
 

@@ -4,7 +4,11 @@ use super::*;
 
 const ALL: &str = "name=leaf0\ncontroller=127.0.0.1:7847\ninterface=p0\nip=10.0.2.15/24\ngateway=10.0.2.2\n\
     listen=7200\ndata=127.0.0.1:7300\nhost=10.0.2.2\nshards=2\ncores=2,3\npoll=busy\nverbs=mlx5_0:1\n\
-    rdma=mlx5_2:1\nlog=debug\n";
+    rdma=mlx5_2:1\nslots=/dev/vda,/dev/vdb\n\
+    update-key=MCowBQYDK2VwAyEA11qYAYKxCrfVS/7TyWQHOg7hcvPapiMlrwIaaPcHURo=\nslot=B\nconfirm-after=90\nlog=debug\n";
+
+/// The public key of the first test vector of RFC 8032, in its PEM file.
+const KEY: &str = "MCowBQYDK2VwAyEA11qYAYKxCrfVS/7TyWQHOg7hcvPapiMlrwIaaPcHURo=";
 
 #[test]
 fn every_key_round_trips() {
@@ -26,9 +30,14 @@ fn every_key_round_trips() {
         poll: Polling::Busy,
         verbs: Verbs::Link("mlx5_0:1".into()),
         rdma: Some("mlx5_2:1".into()),
+        slots: Some(["/dev/vda".into(), "/dev/vdb".into()]),
+        update_key: KEY.parse().ok(),
+        slot: Some(Slot::B),
+        confirm_after: Duration::from_secs(90),
         log: "debug".into(),
         key: None,
     };
+    assert!(config.update_key.is_some());
     assert_eq!(config, expected);
 }
 
@@ -67,6 +76,9 @@ fn missing_optional_keys_have_defaults_and_required_ones_are_errors() {
     assert_eq!((config.listen, config.shards, config.poll), (7100, 1, Polling::Sleep));
     assert_eq!((config.ip, config.data, config.log.as_str()), (None, None, "info"));
     assert_eq!(config.verbs, Verbs::Auto);
+    assert_eq!((config.slots, config.update_key, config.confirm_after), (None, None, Duration::from_secs(60)));
+    let keyless = Settings::from_words(["name=d", "controller=10.0.0.1:1", "slots=a,b"]).expect("settings");
+    assert_eq!(keyless.config(), Err(ConfigError::Missing("update-key")));
     let off = Settings::from_words(["name=d", "controller=10.0.0.1:1", "verbs=off"]).and_then(|off| off.config());
     assert_eq!(off.map(|config| config.verbs), Ok(Verbs::Off));
     let none = Settings::default();
@@ -104,6 +116,12 @@ fn invalid_settings_are_named() {
         ("cores=1,,2", "processors, such as 2,3"),
         ("poll=never", "busy or sleep"),
         ("verbs=", "auto, off, or an RDMA port"),
+        ("slots=/dev/vda", "two files or block devices"),
+        ("slots=a,a", "two files or block devices"),
+        ("slots=a,b,c", "two files or block devices"),
+        ("update-key=MCow", "the middle line of its PEM file"),
+        ("slot=C", "A or B"),
+        ("confirm-after=soon", "a number of seconds"),
     ];
     for (word, named) in cases {
         let message = Settings::from_words([word]).expect_err(word).to_string();

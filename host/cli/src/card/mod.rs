@@ -1,7 +1,11 @@
-//! `sumac card`: the cards that this host can flash, the state that each reports, and the versions that they are pinned
-//! to.
+//! `sumac card`: the cards that this host can flash, the state that each reports, the versions that they are pinned to,
+//! and updates of cards that serve ([`update`]).
 //!
 //! Only a card's `misc` node is read, because opening its `boot` node would reset the card.
+
+mod drive;
+mod show;
+mod update;
 
 use crate::exit::{Failure, chain};
 use crate::flash::{Card, Inventory, Pin, set_pin, worker};
@@ -12,6 +16,7 @@ use std::io::{self, Write};
 use std::path::PathBuf;
 use std::time::Duration;
 use sumac_firmware::rshim::{DEV_FOLDER, Misc, Rshim};
+use update::{ConfirmArgs, RollbackArgs, UpdateArgs};
 
 /// How long a card's driver may take to reply.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
@@ -34,7 +39,31 @@ enum CardCommand {
     Pin(PinArgs),
     /// Remove the pins of cards
     Unpin(CardsArgs),
+    /// Update cards that serve, over the network: their agents boot from two slots
+    ///
+    /// Sends a signed image through the controller to the slot that does not run. The card checks the image with its
+    /// own key, and takes no epoch older than its own. Jobs go on by host collectives while it restarts, and come back
+    /// to it. It is confirmed once it has served its controller for a while; if it does not come up, it falls back to
+    /// the slot that ran before. A command that was cut is repeated: it goes on where it was.
+    #[command(after_long_help = UPDATE_HELP)]
+    Update(UpdateArgs),
+    /// Restart cards into their other slots, if their epochs are not older; ends a trial
+    Rollback(RollbackArgs),
+    /// Confirm the running slots of cards, which are on trial, instead of waiting until they confirm themselves
+    Confirm(ConfirmArgs),
 }
+
+const UPDATE_HELP: &str = "\
+EXAMPLES
+  sumac card update sumac.bfb --name leaf0,leaf1 --controller 10.0.0.1:7847 --key-file operator.key
+  sumac card rollback --name leaf0 --controller 10.0.0.1:7847 --key-file operator.key
+
+JSON
+  device, and event (progress, checking, restarting, on-trial, retrying) bytes of_bytes slot message, or
+  outcome (confirmed, on trial, failed) slot version epoch changed message
+
+EXIT STATUS
+  0 all cards run the image   1 a card failed; its line says what it runs   2 invalid usage or image, nothing was sent";
 
 /// Where what is known of cards is kept and shown.
 #[derive(Debug, Args)]
@@ -108,6 +137,9 @@ pub(crate) fn run(args: &CardArgs) -> Result<(), Failure> {
             pin(cards, Some(&Pin { version: image_version.clone(), epoch: *epoch }))
         }
         CardCommand::Unpin(cards) => pin(cards, None),
+        CardCommand::Update(args) => update::update(args),
+        CardCommand::Rollback(args) => update::roll_back(args),
+        CardCommand::Confirm(args) => update::confirm(args),
     }
 }
 

@@ -1,0 +1,258 @@
+//! Updates of devices: what is relayed, who is refused, and how jobs move off a device before it restarts.
+
+use super::super::proto::{ClientReply, ClientRequest, UPDATE_PIECE_MAX_BYTES, UpdateCommand, UpdateRefusal};
+use super::replan::{Raw, SOON, disconnect_device, join_all, no_tree_reason, recv_release, replan, tree_of};
+use super::*;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use sumac_hal::ctrl::update::{
+    PIECE_MAX_BYTES, SlotId, SlotImage, SlotTrust, SlotsStatus, Transfer, UpdateOffer, UpdateRequest, UpdateStatus,
+};
+
+const NEW: [u8; 32] = [2; 32];
+
+fn slots() -> SlotsStatus {
+    let image = |version: &str, byte, trust| {
+        let version = version.try_into().expect("short");
+        Some(SlotImage { version, epoch: 1, sha256: [byte; 32], trust })
+    };
+    let trial = SlotTrust::Trial { tries_left: 2 };
+    let images = [image("1.0", 1, SlotTrust::Confirmed), image("2.0", 2, trial)];
+    SlotsStatus { running: Some(SlotId::A), images }
+}
+
+fn with_slots(name: &str) -> Announce {
+    Announce { slots: Some(slots()), ..announce(name, 1, None) }
+}
+
+/// A device that reports each request for an update, and accepts it, or refuses a restart.
+fn updatable(controller: &Controller, name: &str, refuses: bool) -> (Device, Receiver<UpdateRequest>) {
+    let (sender, requests): (Sender<UpdateRequest>, _) = channel();
+    let device = Device::serve(controller, with_slots(name), move |request| match request {
+        Request::Update(request) => {
+            // The test may have ended.
+            let _ = sender.send(request.clone());
+            Reply::with(match request {
+                UpdateRequest::Restart { .. } if refuses => {
+                    Response::UpdateRefused("not today\u{7}".try_into().expect("short"))
+                }
+                _ => Response::Update(UpdateStatus { slots: slots(), transfer: Transfer::None }),
+            })
+        }
+        _ => Reply::Done,
+    });
+    (device, requests)
+}
+
+fn client(controller: &Controller, operator: &str) -> UpdateClient {
+    UpdateClient::new(controller.local_addr(), operator)
+}
+
+fn command(client: &mut UpdateClient, command: UpdateCommand) -> Result<UpdateStatus, UpdateRefusal> {
+    client.command("leaf0", command).expect("a reply")
+}
+
+fn next(requests: &Receiver<UpdateRequest>) -> UpdateRequest {
+    requests.recv_timeout(TEST_TIMEOUT).expect("a request")
+}
+
+#[test]
+fn commands_are_relayed_in_order_and_pieces_are_cut() {
+    let controller = controller();
+    let (_device, requests) = updatable(&controller, "leaf0", false);
+    let mut operator = client(&controller, "ann@ops:1");
+    let status = command(&mut operator, UpdateCommand::Status).expect("a status");
+    assert_eq!((status.slots, next(&requests)), (slots(), UpdateRequest::Status));
+    let offer = UpdateOffer { manifest_len_bytes: 5, len_bytes: 9, sha256: NEW };
+    command(&mut operator, UpdateCommand::Begin(offer)).expect("relayed");
+    assert_eq!(next(&requests), UpdateRequest::Begin(offer));
+    let bytes: Vec<u8> = (0..UPDATE_PIECE_MAX_BYTES).map(|at| (at / 300) as u8).collect();
+    command(&mut operator, UpdateCommand::Piece { offset: 77, bytes: bytes.clone() }).expect("relayed");
+    let mut relayed = Vec::new();
+    while relayed.len() < bytes.len() {
+        let UpdateRequest::Piece { offset, bytes } = next(&requests) else { panic!("pieces") };
+        assert_eq!(offset, 77 + relayed.len() as u64);
+        assert!(bytes.len() <= PIECE_MAX_BYTES);
+        relayed.extend_from_slice(&bytes);
+    }
+    assert_eq!(relayed, bytes);
+    for len in [0, UPDATE_PIECE_MAX_BYTES + 1] {
+        let refusal = command(&mut operator, UpdateCommand::Piece { offset: 0, bytes: vec![0; len] });
+        assert_eq!(refusal, Err(UpdateRefusal::Piece { len: len as u64 }));
+    }
+    let bytes = vec![0; 9];
+    assert!(command(&mut operator, UpdateCommand::Piece { offset: u64::MAX, bytes }).is_err(), "beyond all offsets");
+}
+
+#[test]
+fn second_operator_is_refused_by_name_until_the_first_has_gone() {
+    let controller = controller();
+    let (_device, _requests) = updatable(&controller, "leaf0", false);
+    let offer = UpdateOffer { manifest_len_bytes: 5, len_bytes: 9, sha256: NEW };
+    let (mut ann, mut bob) = (client(&controller, "ann@ops:1"), client(&controller, "bob@ops:2\u{7}"));
+    command(&mut ann, UpdateCommand::Begin(offer)).expect("the first");
+    command(&mut bob, UpdateCommand::Status).expect("anyone may ask");
+    for refused in
+        [UpdateCommand::Begin(offer), UpdateCommand::Finish, UpdateCommand::Restart(NEW), UpdateCommand::RollBack]
+    {
+        let refusal = command(&mut bob, refused).expect_err("held").to_string();
+        assert!(refusal.contains("leaf0") && refusal.contains("ann@ops:1"), "{refusal}");
+    }
+    // Her connection was cut, and the controller has not noticed.
+    let mut again = client(&controller, "ann@ops:1");
+    command(&mut again, UpdateCommand::Begin(offer)).expect("the same operator");
+    drop((ann, again));
+    let deadline = std::time::Instant::now() + TEST_TIMEOUT;
+    while let Err(refusal) = command(&mut bob, UpdateCommand::Begin(offer)) {
+        assert!(std::time::Instant::now() < deadline, "{refusal}");
+        thread::yield_now();
+    }
+    let refusal =
+        command(&mut client(&controller, "ann@ops:1"), UpdateCommand::Begin(offer)).expect_err("held").to_string();
+    assert!(refusal.contains("bob@ops:2") && !refusal.contains('\u{7}'), "{refusal}");
+}
+
+#[test]
+fn device_without_slots_and_absent_device_are_refused_with_the_advice() {
+    let controller = controller();
+    let _device = Device::start(&controller, "leaf0", None, None);
+    let mut operator = client(&controller, "ann");
+    let refusal = command(&mut operator, UpdateCommand::Status).expect_err("no slots").to_string();
+    assert!(refusal.contains("sumac flash") && refusal.contains("update-key"), "{refusal}");
+    let refusal = operator.command("leaf\u{7}9", UpdateCommand::Status).expect("a reply").expect_err("absent");
+    assert!(refusal.is_away() && !refusal.to_string().contains('\u{7}'), "{refusal}");
+}
+
+#[test]
+fn client_with_two_commands_at_once_is_refused() {
+    let controller = controller();
+    let silent = |request: &Request| matches!(request, Request::Update(_));
+    let _device =
+        Device::serve(
+            &controller,
+            with_slots("leaf0"),
+            move |request| {
+                if silent(request) { Reply::Silent } else { Reply::Done }
+            },
+        );
+    let mut raw = Raw::dial(&controller);
+    for _ in 0..2 {
+        let update = super::super::proto::UpdateDevice {
+            device: "leaf0".into(),
+            operator: "ann".into(),
+            command: UpdateCommand::Status,
+        };
+        raw.send(ClientRequest::Update(Box::new(update)));
+    }
+    let ClientReply::Updated(reply) = raw.recv() else { panic!("a refusal") };
+    assert_eq!(*reply, Err(UpdateRefusal::OneAtATime));
+    // The device does not answer in time.
+    raw.extend_timeout();
+    let ClientReply::Updated(reply) = raw.recv() else { panic!("a refusal") };
+    assert_eq!(*reply, Err(UpdateRefusal::NoAnswer { device: "leaf0".into() }));
+}
+
+#[test]
+fn jobs_move_off_a_device_before_it_restarts_and_come_back_after_it() {
+    let controller = controller();
+    let (device, requests) = updatable(&controller, "leaf0", false);
+    let (mut ranks, memberships) = join_all(&controller, 2, &[]);
+    let group = tree_of(&memberships[0]).group;
+    let addr = controller.local_addr();
+    let restart = thread::spawn(move || {
+        let mut operator = UpdateClient::new(addr, "ann");
+        (operator.command("leaf0", UpdateCommand::Restart(NEW)).expect("a reply"), operator)
+    });
+    for rank in &mut ranks {
+        assert_eq!(rank.recv(), ClientReply::TreeLost { view: 0 });
+    }
+    assert!(requests.try_recv().is_err(), "the job still uses the device");
+    let memberships = replan(&mut ranks, 0);
+    let reason = no_tree_reason(&memberships[0]);
+    assert_eq!(reason, "device leaf0 restarts for an update to 2.0");
+    assert_eq!(recv_release(&device), group, "its group is released first");
+    assert_eq!(next(&requests), UpdateRequest::Restart { sha256: NEW });
+    let (reply, _operator) = restart.join().expect("no panic");
+    reply.expect("restarting");
+    let report = status(addr).expect("a report");
+    let recovery = &report.recoveries[0];
+    assert!(recovery.cause.contains("restarts for an update to 2.0"), "{recovery:?}");
+    assert_eq!(report.jobs[0].tree, Some(Err(reason.to_owned())), "it says so until the device is back");
+    // It restarts: another incarnation.
+    disconnect_device(device, &controller);
+    let (_device, _requests) = updatable(&controller, "leaf0", false);
+    for rank in &mut ranks {
+        loop {
+            match rank.recv_any() {
+                ClientReply::Offer { view: 1 } => break,
+                ClientReply::Queued(_) => {}
+                other => panic!("an offer, not {other:?}"),
+            }
+        }
+        rank.send(ClientRequest::Pause { view: 1, at: 5 });
+    }
+    for rank in &mut ranks {
+        assert_eq!(rank.recv(), ClientReply::MoveAt { view: 1, call: 5 });
+    }
+    assert_eq!(tree_of(&replan(&mut ranks, 1)[0]).leaf, "leaf0");
+}
+
+#[test]
+fn refused_restart_gives_the_device_back_to_jobs() {
+    let controller = controller();
+    let (_device, requests) = updatable(&controller, "leaf0", true);
+    let (mut ranks, _) = join_all(&controller, 2, &[]);
+    let addr = controller.local_addr();
+    let restart = thread::spawn(move || UpdateClient::new(addr, "ann").command("leaf0", UpdateCommand::Restart(NEW)));
+    for rank in &mut ranks {
+        assert_eq!(rank.recv(), ClientReply::TreeLost { view: 0 });
+    }
+    replan(&mut ranks, 0);
+    next(&requests);
+    let refusal = restart.join().expect("no panic").expect("a reply").expect_err("refused").to_string();
+    assert!(refusal.contains("not today") && !refusal.contains('\u{7}'), "{refusal}");
+    for rank in &mut ranks {
+        loop {
+            match rank.recv_any() {
+                ClientReply::Offer { view: 1 } => break,
+                ClientReply::Queued(_) => {}
+                other => panic!("an offer, not {other:?}"),
+            }
+        }
+    }
+}
+
+/// Ranks that make no call keep their tree for a while, and then the device restarts nevertheless.
+#[test]
+fn idle_job_delays_a_restart_for_a_limited_time() {
+    let controller = controller();
+    let (_device, requests) = updatable(&controller, "leaf0", false);
+    let (_ranks, _) = join_all(&controller, 2, &[]);
+    let addr = controller.local_addr();
+    let began = std::time::Instant::now();
+    let restart = thread::spawn(move || UpdateClient::new(addr, "ann").command("leaf0", UpdateCommand::RollBack));
+    let request = requests.recv_timeout(2 * TEST_TIMEOUT).expect("after the limit");
+    assert_eq!(request, UpdateRequest::RollBack);
+    assert!(began.elapsed() > SOON, "{:?}", began.elapsed());
+    restart.join().expect("no panic").expect("a reply").expect("restarting");
+}
+
+#[test]
+fn report_has_the_slots_of_devices_as_they_are() {
+    let controller = controller();
+    let confirmed = |request: &Request| match request {
+        Request::Update(UpdateRequest::Status) => {
+            let mut slots = slots();
+            slots.running = Some(SlotId::B);
+            Reply::with(Response::Update(UpdateStatus { slots, transfer: Transfer::None }))
+        }
+        _ => Reply::Done,
+    };
+    let _new = Device::serve(&controller, with_slots("leaf0"), confirmed);
+    // It answers no such request.
+    let _announced = Device::serve(&controller, with_slots("leaf1"), |_| Reply::Done);
+    let _none = Device::start(&controller, "leaf2", None, None);
+    let report = status(controller.local_addr()).expect("a report");
+    let running: Vec<_> =
+        report.devices.iter().map(|device| device.slots.as_ref().map(|slots| slots.running)).collect();
+    assert_eq!(running, [Some(Some(SlotId::B)), Some(Some(SlotId::A)), None]);
+}
