@@ -17,12 +17,20 @@
 //! | [`rshim`] | a card's boot FIFO, settings and boot log, through its driver |
 //! | [`flash`] | writing a stream to a card and monitoring its boot |
 //! | [`enrolment`] | a device's key behind a stream |
+//! | [`payload`] | what an update slot holds |
+//! | [`tail`] | what follows a stream into the boot FIFO: a key, a payload |
+//! | [`disk`] | the partitions of slots and store |
+//! | [`boot`] | the firmware's boot order: EFI variables |
 //! | [`slots`] | A/B update slots, of which one always boots |
 //! | [`update`] | an image that reaches the other slot of a card over the network |
 #![forbid(unsafe_code)]
 
 #[cfg(feature = "cards")]
 pub mod bfb;
+#[cfg(feature = "cards")]
+pub mod boot;
+#[cfg(feature = "cards")]
+pub mod disk;
 #[cfg(feature = "cards")]
 pub mod emmc;
 pub mod emulated;
@@ -37,10 +45,14 @@ pub mod manifest;
 #[cfg(feature = "cards")]
 pub mod modules;
 #[cfg(feature = "cards")]
+pub mod payload;
+#[cfg(feature = "cards")]
 pub mod recipe;
 #[cfg(feature = "cards")]
 pub mod rshim;
 #[cfg(feature = "cards")]
 pub mod slots;
+#[cfg(feature = "cards")]
+pub mod tail;
 #[cfg(feature = "cards")]
 pub mod update;

@@ -17,6 +17,8 @@ mod tests;
 pub use envelope::{EnvelopeError, Trust};
 
 use crate::bfb::{self, BfbError, Entry, Generation, ImageId, ImageName, Policy, Report, WriteError};
+use crate::payload::{self, PayloadError};
+use crate::slots::Offer;
 use ed25519_dalek::SigningKey;
 use envelope::{Document, ENVELOPE_MAX_BYTES};
 use serde::{Deserialize, Serialize};
@@ -47,6 +49,19 @@ pub struct Manifest {
     pub epoch: u64,
     /// All images except the manifest itself, in stream order.
     pub images: Vec<ImageDigest>,
+    /// The payload for an update slot that results from the images, if the stream has what one needs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub slot: Option<SlotDigest>,
+}
+
+/// The digest of a slot's payload ([`crate::payload`]).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SlotDigest {
+    /// The length in bytes.
+    pub len_bytes: u64,
+    /// The SHA-256, in hexadecimal.
+    pub sha256: String,
 }
 
 /// The digest of an image.
@@ -79,7 +94,33 @@ impl Manifest {
             let digest = source.open().and_then(sha256_of).map_err(|source| WriteError::Read { name, source })?;
             images.push(ImageDigest { name: name.to_string(), len_bytes: source.len_bytes(), sha256: hex(&digest) });
         }
-        Ok(Self { format: FORMAT, board: BOARD.into(), version: version.into(), epoch, images })
+        Ok(Self {
+            format: FORMAT,
+            board: BOARD.into(),
+            version: version.into(),
+            epoch,
+            images,
+            slot: slot_of(builder)?,
+        })
+    }
+
+    /// Describe the payload as an update of a slot.
+    ///
+    /// # Errors
+    /// The manifest has none, or is for another kind of card.
+    pub fn offer(&self) -> Result<Offer, ManifestError> {
+        if self.format != FORMAT {
+            return Err(ManifestError::Format(self.format));
+        }
+        if self.board != BOARD {
+            return Err(ManifestError::Board(self.board.clone()));
+        }
+        if !is_version(&self.version) {
+            return Err(ManifestError::Version(self.version.clone()));
+        }
+        let slot = self.slot.as_ref().ok_or(ManifestError::NoSlot)?;
+        let sha256 = from_hex(&slot.sha256).ok_or_else(|| ManifestError::Digest(slot.sha256.clone()))?;
+        Ok(Offer { version: self.version.clone(), epoch: self.epoch, len_bytes: slot.len_bytes, sha256 })
     }
 
     /// Encode it, signed if there is a key.
@@ -89,6 +130,16 @@ impl Manifest {
     pub fn seal(&self, key: Option<&SigningKey>) -> Result<Vec<u8>, ManifestError> {
         Ok(envelope::seal(self, key)?)
     }
+}
+
+/// Return the digest of the payload of a slot, if there is one kernel and one initramfs for it.
+fn slot_of(builder: &bfb::Builder) -> Result<Option<SlotDigest>, ManifestError> {
+    let one = |id| {
+        let mut found = builder.images().filter(|(name, _)| name.id == id).map(|(_, source)| source);
+        found.next().filter(|_| found.next().is_none())
+    };
+    let (Some(kernel), Some(initramfs)) = (one(ImageId::IMAGE), one(ImageId::INITRAMFS)) else { return Ok(None) };
+    Ok(Some(payload::build(kernel, initramfs)?.1))
 }
 
 /// A stream that was read to its end and is intact.
@@ -154,6 +205,18 @@ pub enum ManifestError {
         /// The manifest's value.
         expected: String,
     },
+    /// It is for another kind of card.
+    #[error("manifest: the image is for the board {0:?}, not {BOARD:?}")]
+    Board(String),
+    /// It does not describe a slot's payload.
+    #[error("manifest: no payload for an update slot; build the stream again, with one kernel and one initramfs")]
+    NoSlot,
+    /// A digest is malformed.
+    #[error("manifest: {0:?} is not a SHA-256 in hexadecimal")]
+    Digest(String),
+    /// The payload cannot be built.
+    #[error("payload for an update slot: {0}")]
+    Payload(#[from] PayloadError),
     /// An image cannot be read.
     #[error(transparent)]
     Write(#[from] WriteError),
@@ -238,6 +301,18 @@ fn compare(manifest: &Manifest, entries: &[Entry], digests: Vec<Sha256>) -> Resu
 /// Format bytes in hexadecimal.
 pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Parse 32 bytes in hexadecimal.
+pub fn from_hex(digits: &str) -> Option<[u8; 32]> {
+    let mut bytes = [0; 32];
+    if digits.len() != 2 * bytes.len() || !digits.bytes().all(|digit| digit.is_ascii_hexdigit()) {
+        return None;
+    }
+    for (index, byte) in bytes.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(&digits[2 * index..2 * index + 2], 16).ok()?;
+    }
+    Some(bytes)
 }
 
 fn is_version(text: &str) -> bool {

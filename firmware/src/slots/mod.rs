@@ -10,8 +10,9 @@
 //! [`Updater`], which runs in the new version, and the number of tries, which works even if the new version does not
 //! run at all.
 //!
-//! Slots are two files, or the two eMMC boot partitions of a BlueField. In a boot partition the payload has the format
-//! of [`crate::emmc`], and the boot ROM does not read records: on [`Notice::Restart`] the caller also switches the
+//! Slots are two partitions of a disk ([`crate::disk`]), which firmware boots by EFI boot entries ([`crate::boot`]),
+//! two files, or the two eMMC boot partitions of a BlueField. In a boot partition the payload has the format of
+//! [`crate::emmc`], and the boot ROM does not read records: on [`Notice::Restart`] the caller also switches the
 //! partition (`mlxbf-bootctl --swap`, EXT_CSD byte 179), with the watchdog that switches back (`mlxbf-bootctl
 //! --watchdog-swap`, 45 to 4095 s) as the guard that does not depend on our code.
 //!
@@ -20,18 +21,23 @@
 //! - a new record replaces the older of the slot's two records, so a torn write leaves the other intact;
 //! - a payload is written only after a record that marks the slot as empty was flushed; the record of the payload is
 //!   written only after the payload was flushed and read back;
-//! - a payload whose SHA-256 differs from its record's is never selected.
+//! - a payload whose SHA-256 differs from its record's is never selected, and neither is one whose epoch is lower than
+//!   that of a confirmed one, even if the confirmed one is damaged.
 
 mod boot_order;
 mod file;
+mod health;
 mod record;
+mod start;
 #[cfg(test)]
 mod tests;
 mod updater;
 
 pub use boot_order::BootOrder;
-pub use file::FileBlocks;
+pub use file::{DISK_BLOCK_LEN_BYTES, FileBlocks};
+pub use health::{HEALTHY_AFTER, Health, HealthEvent};
 pub use record::{Record, State};
+pub use start::{Start, StartError, start};
 pub use updater::{Event, Notice, Offer, Policy, UpdateError, Updater};
 
 use record::RECORD_LEN_BYTES;
@@ -176,6 +182,13 @@ impl<D: BlockDevice> Slots<D> {
                 candidates.push(Selected { slot, record });
             }
         }
+        // What is older than a confirmed payload never starts again, even if that one is damaged.
+        let mut floor = 0;
+        for slot in Slot::ALL {
+            let confirmed = self.record(slot)?.filter(|record| record.state == State::Confirmed);
+            floor = confirmed.map_or(floor, |record| floor.max(record.epoch));
+        }
+        candidates.retain(|selected| selected.record.epoch >= floor);
         // Newest first: a payload on trial is newer than the one that it replaces.
         candidates.sort_by_key(|selected| std::cmp::Reverse(selected.record.sequence));
         for Selected { slot, mut record } in candidates {

@@ -1,0 +1,26 @@
+//! The firmware's boot order: EFI variables, through Linux's efivarfs.
+//!
+//! Each slot has a boot entry of its own (`Boot####`), which names its partition by GUID and holds the kernel's command
+//! line. A trial is started with `BootNext`, which the firmware deletes before it starts the entry: if the trial
+//! panics, hangs until a watchdog resets the machine, or loses power, the firmware goes on with `BootOrder`, and with
+//! it the slot that was confirmed last, without any code of ours. A confirmed slot moves to the front of `BootOrder`.
+//!
+//! ```text
+//! Boot0010 "Sumac A"    HD(1,GPT,GUID of the partition)/\KERNEL.EFI    console=… initrd=\INITRD sumac.slot=A
+//! Boot0011 "Sumac B"    HD(2,GPT,…)/\KERNEL.EFI                        console=… initrd=\INITRD sumac.slot=B
+//! BootOrder 0010 0011 …  BootNext 0011
+//! ```
+//!
+//! Sources: UEFI Specification 2.10, 3.1.3 "Load Options", 3.3 "Globally Defined Variables", 10.3.5.1 "Hard Drive Media
+//! Device Path"; Linux, Documentation/filesystems/efivarfs.rst.
+//!
+//! Invariants: an entry is written completely before an order names it; entries of others are never changed, and stay
+//! in `BootOrder` in their order.
+
+mod load_option;
+mod order;
+mod variables;
+
+pub use load_option::{LoadOption, Partition};
+pub use order::{EfiBootOrder, EntryError};
+pub use variables::{EFIVARS, Efivarfs, Variables};
