@@ -7,8 +7,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// The modules that the agent uses if the hardware exists, in load order: the boot log first, so that later problems
 /// can be reported; the host link; pins, which the management port's interrupt comes through, before that port; the
-/// NIC; the eMMC of each generation and NVMe; their counterparts in an emulated machine.
-pub const REQUIRED_MODULES: [&str; 16] = [
+/// NIC; the eMMC of each generation and NVMe; the firmware's variables and the watchdog; their counterparts in an
+/// emulated machine.
+pub const REQUIRED_MODULES: [&str; 19] = [
     "mlxbf_bootctl",
     "mlxbf_tmfifo",
     "gpio_mlxbf2",
@@ -20,6 +21,9 @@ pub const REQUIRED_MODULES: [&str; 16] = [
     "dw_mmc_bluefield",
     "mmc_block",
     "nvme",
+    "efivarfs",
+    "sbsa_gwdt",
+    "i6300esb",
     "virtio_mmio",
     "virtio_pci",
     "virtio_rng",

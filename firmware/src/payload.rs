@@ -15,9 +15,9 @@
 //! signature covers both.
 
 use crate::bfb::{ImageId, Report, Source};
-use crate::manifest::{SlotDigest, hex, sha256_of};
 use fatfs::{FileSystem, FormatVolumeOptions, FsOptions, format_volume};
 use rustix::fs::{MemfdFlags, memfd_create};
+use sha2::{Digest, Sha256};
 use std::fs::File;
 use std::io::{self, Read, Seek, Write};
 use std::path::Path;
@@ -116,18 +116,35 @@ pub fn write(kernel: &Source, initramfs: &Source, file: &mut (impl Read + Write 
     Ok(len_bytes)
 }
 
-/// Write a payload to memory; return the file and its digest.
+/// A payload in memory.
+#[derive(Debug)]
+pub struct Payload {
+    /// The file that holds it, from its beginning.
+    pub file: File,
+    /// Its length in bytes.
+    pub len_bytes: u64,
+    /// Its SHA-256.
+    pub sha256: [u8; 32],
+}
+
+/// Write a payload to memory.
 ///
 /// # Errors
 /// [`PayloadError`].
-pub fn build(kernel: &Source, initramfs: &Source) -> Result<(File, SlotDigest), PayloadError> {
+pub fn build(kernel: &Source, initramfs: &Source) -> Result<Payload, PayloadError> {
     let memory = memfd_create("sumac-payload", MemfdFlags::CLOEXEC).map_err(io::Error::from)?;
     let mut file = File::from(memory);
     let len_bytes = write(kernel, initramfs, &mut file)?;
     file.rewind()?;
-    let sha256 = hex(&sha256_of(&file)?);
+    let (mut digest, mut piece) = (Sha256::new(), vec![0; 1 << 20]);
+    loop {
+        match file.read(&mut piece)? {
+            0 => break,
+            len => digest.update(&piece[..len]),
+        }
+    }
     file.rewind()?;
-    Ok((file, SlotDigest { len_bytes, sha256 }))
+    Ok(Payload { file, len_bytes, sha256: digest.finalize().into() })
 }
 
 #[cfg(test)]
@@ -170,11 +187,11 @@ mod tests {
     /// another field in the manifest.
     #[test]
     fn same_files_give_the_same_bytes_for_ever() {
-        let image = payload(&bytes(100_000, 1), &bytes(50_000, 2));
-        assert_eq!(
-            hex(&sha256_of(&image[..]).expect("readable")),
-            "bcf2db4112f3d2706bc6473e23864598471c65fd3c2db8fb57755aa83b0ab23b"
-        );
+        let (kernel, initramfs) = (bytes(100_000, 1), bytes(50_000, 2));
+        let built = build(&kernel, &initramfs).expect("fits");
+        assert_eq!(<[u8; 32]>::from(Sha256::digest(payload(&kernel, &initramfs))), built.sha256);
+        let digits: String = built.sha256.iter().map(|byte| format!("{byte:02x}")).collect();
+        assert_eq!(digits, "bcf2db4112f3d2706bc6473e23864598471c65fd3c2db8fb57755aa83b0ab23b");
     }
 
     #[test]

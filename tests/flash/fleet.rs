@@ -64,7 +64,7 @@ impl Fleet {
     fn flash(&self, more: &[&str], mut see: impl FnMut(&Value)) -> Run {
         let path = |name: &str| self.bench.path(name).display().to_string();
         let (image, key, root, sysfs) = (path("image.bfb"), path("pub.pem"), path("dev"), path("sys"));
-        let args = ["flash", &image, "--key", &key, "--root", &root, "--sysfs", &sysfs, "--poll-ms", "100"];
+        let args = ["flash", &image, "--key", &key, "--ram", "--root", &root, "--sysfs", &sysfs, "--poll-ms", "100"];
         // Long enough for any machine; tests of time limits set their own.
         let limit: &[&str] = if more.contains(&"--timeout") { &[] } else { &["--timeout", "300"] };
         let mut command = self.bench.command(&[&args[..], limit, more].concat());
@@ -229,8 +229,20 @@ fn interrupted_run_begins_no_other_card_and_goes_on_later() {
         }
     }
     // One at a time: the first is done, the second is being written.
-    let args =
-        ["flash", "image.bfb", "--key", "pub.pem", "--root", "dev", "--sysfs", "sys", "--all", "--parallel", "1"];
+    let args = [
+        "flash",
+        "image.bfb",
+        "--key",
+        "pub.pem",
+        "--ram",
+        "--root",
+        "dev",
+        "--sysfs",
+        "sys",
+        "--all",
+        "--parallel",
+        "1",
+    ];
     let mut command = fleet.bench.command(&[&args[..], &["--poll-ms", "20"]].concat());
     command.current_dir(fleet.bench.folder.path()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let process = command.spawn().expect("started");

@@ -28,6 +28,9 @@ use tempfile::TempDir;
 /// Length of the kernel in the image: the stream takes several writes.
 const KERNEL_LEN_BYTES: usize = 200_000;
 
+/// Among the arguments of [`Bench::flash`]: install the image instead of running it from memory.
+const INSTALL: &str = "install";
+
 /// Return a kernel with the header that UEFI on arm64 requires.
 fn kernel() -> Vec<u8> {
     let mut kernel: Vec<u8> = (0..KERNEL_LEN_BYTES).map(|at| (at * 7 + at / 251) as u8).collect();
@@ -114,15 +117,17 @@ impl Bench {
         }
     }
 
-    /// The arguments that flash the image to the card.
+    /// The arguments that flash the image to the card: to its memory, unless `more` has [`INSTALL`].
     fn flash_args(&self, more: &[&str]) -> Vec<String> {
         let path = |name: &str| self.path(name).display().to_string();
         let (image, card, key) = (path("image.bfb"), path("rshim0"), path("pub.pem"));
         let sysfs = path("sys");
         let args = ["flash", &image, "--rshim", &card, "--json", "--poll-ms", "20", "--sysfs", &sysfs];
-        let mut args: Vec<_> = args.iter().chain(more).map(|text| text.to_string()).collect();
+        let more_args = more.iter().filter(|text| **text != INSTALL);
+        let mut args: Vec<_> = args.iter().chain(more_args).map(|text| text.to_string()).collect();
         if !more.contains(&"--allow-unsigned") {
             args.extend(["--key".into(), key]);
+            args.extend((!more.contains(&INSTALL)).then(|| "--ram".to_owned()));
         }
         // Long defaults, so that a stalled machine has no effect; tests of timeouts set their own.
         for (option, value) in [("--timeout", "600"), ("--gone-polls", "30000")] {

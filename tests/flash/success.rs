@@ -1,15 +1,21 @@
 //! Cards that become ready, and the output and settings on the way.
 
 use super::rshim::{Script, When};
-use super::{Bench, Ran};
+use super::{Bench, INSTALL, Ran};
+use ed25519_dalek::SigningKey;
 use std::fs;
+use std::io::Read;
 use std::os::unix::fs::PermissionsExt;
 use std::process::Stdio;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 use sumac_agent::log::{LINUX_UP, Log};
 use sumac_agent::supervisor::{Readiness, announce};
+use sumac_firmware::bfb::Source;
 use sumac_firmware::enrolment;
+use sumac_firmware::manifest::{Manifest, Trust, envelope};
+use sumac_firmware::payload;
+use sumac_firmware::tail::Fifo;
 use sumac_hal::ctrl::secure::{Key, KeyId, write_new_key};
 
 /// The pause between two announcements of the agent; a card's is longer.
@@ -43,6 +49,60 @@ fn ready_line_that_came_too_early_counts_once_it_is_repeated() {
     let log = [(When::Reading(0), "INFO[MISC]: DPU is ready")];
     let Some(ran) = well(&bench, Script::with_log(bench.image.len(), &log), &[]) else { return };
     assert_eq!(ran.json["boot_log"].as_array().map(Vec::len), Some(2), "{}", ran.json);
+}
+
+/// Return what `sumac image tail` writes.
+fn tail(bench: &Bench) -> Vec<u8> {
+    let path = |name: &str| bench.path(name).display().to_string();
+    let output = bench.sumac(&["image", "tail", &path("image.bfb"), "-o", &path("tail")]);
+    assert!(output.status.success(), "{output:?}");
+    fs::read(bench.path("tail")).expect("written")
+}
+
+#[test]
+fn install_sends_manifest_and_payload_behind_the_image() {
+    let bench = Bench::new();
+    let tail = tail(&bench);
+    let key = Key::new(KeyId(7), [0x5a; 32]);
+    let key_path = bench.path("leaf0.key");
+    write_new_key(&key_path, &key, "device leaf0").expect("written");
+    let image = [&bench.image[..], &enrolment::emit(&key), &tail].concat();
+    let whole = Bench { image, ..bench };
+    let key_file = key_path.display().to_string();
+    let Some(ran) = well(&whole, Script::good(whole.image.len()), &[INSTALL, "--key-file", &key_file]) else { return };
+    assert!(!ran.stderr.contains("until the next reset"), "{}", ran.stderr);
+    // What the card makes of it.
+    let mut fifo = Fifo::new(&whole.image[whole.image.len() - tail.len()..], |_| false);
+    let announced = fifo.read_tail().expect("a tail").payload.expect("a payload");
+    let trusted = SigningKey::from_bytes(&[7; 32]).verifying_key();
+    let manifest = envelope::open::<Manifest>(&announced.manifest, Trust::Key(&trusted)).expect("signed");
+    let offer = manifest.offer().expect("a payload");
+    let mut volume = vec![0; announced.len_bytes as usize];
+    fifo.read_piece(&mut volume, announced.len_bytes).expect("whole");
+    assert_eq!((offer.epoch, offer.len_bytes, offer.version.as_str()), (3, announced.len_bytes, "1.2.3"));
+    let source = |name: &str| Source::file(&whole.path(name)).expect("there");
+    let mut built = payload::build(&source("kernel"), &source("initramfs")).expect("fits");
+    let mut expected = Vec::new();
+    built.file.read_to_end(&mut expected).expect("readable");
+    assert!(offer.sha256 == built.sha256 && volume == expected, "another payload");
+    let args = fs::read(whole.path("image.bfb")).expect("there");
+    let key_argument = b"sumac.update-key=MCowBQYDK2VwAyEA";
+    assert!(args.windows(key_argument.len()).any(|window| window == key_argument), "the card knows whom to trust");
+}
+
+#[test]
+fn image_from_memory_is_said_to_last_until_the_next_reset() {
+    let bench = Bench::new();
+    let Some(ran) = well(&bench, Script::good(bench.image.len()), &[]) else { return };
+    assert!(ran.stderr.contains("runs from the card's memory, until the next reset"), "{}", ran.stderr);
+    // A stream without a kernel cannot be installed, and is not silently run from memory.
+    let path = |name: &str| bench.path(name).display().to_string();
+    let (base, key, out) = (path("base.bfb"), path("key.pem"), path("image.bfb"));
+    let output = bench.sumac(&["image", "repack", &base, "--image-version", "1", "--sign-key", &key, "-o", &out]);
+    assert!(output.status.success(), "{output:?}");
+    let ran = bench.flash(Script::good(1), &[INSTALL]).expect("FUSE is there");
+    assert_eq!((ran.status, ran.seen.opens), (2, 0), "{}", ran.stderr);
+    assert!(ran.stderr.contains("--ram") && ran.stderr.contains("no payload"), "{}", ran.stderr);
 }
 
 #[test]

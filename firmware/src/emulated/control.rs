@@ -1,7 +1,7 @@
 //! The board's control thread: dials the controller, announces the device, and executes the controller's requests.
 
 use super::shard::ShardLink;
-use super::{BoardConfig, BoardError, Maintenance, RegistrationError, term_file};
+use super::{BoardConfig, BoardError, Maintenance, RegistrationError, term_file, update_text};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
@@ -310,7 +310,8 @@ impl Dialer {
         }
         let request = match (request, &self.maintenance) {
             (Request::Update(request), Some(maintenance)) => {
-                return maintenance.handle(request).map_or_else(Response::UpdateRefused, Response::Update);
+                let refused = |why: String| Response::UpdateRefused(update_text(&why));
+                return maintenance.handle(request).map_or_else(refused, Response::Update);
             }
             (request, _) => request,
         };

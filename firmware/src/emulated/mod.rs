@@ -30,6 +30,7 @@ mod tests;
 pub use attach::ZeroCopyConfig;
 pub use functions::ZeroCopyError;
 pub use maintenance::Maintenance;
+pub(crate) use maintenance::update_text;
 pub use term_file::TermFileError;
 
 use attach::{LocalListener, RemoteListener};

@@ -139,7 +139,8 @@ fn slot_of(builder: &bfb::Builder) -> Result<Option<SlotDigest>, ManifestError> 
         found.next().filter(|_| found.next().is_none())
     };
     let (Some(kernel), Some(initramfs)) = (one(ImageId::IMAGE), one(ImageId::INITRAMFS)) else { return Ok(None) };
-    Ok(Some(payload::build(kernel, initramfs)?.1))
+    let built = payload::build(kernel, initramfs)?;
+    Ok(Some(SlotDigest { len_bytes: built.len_bytes, sha256: hex(&built.sha256) }))
 }
 
 /// A stream that was read to its end and is intact.

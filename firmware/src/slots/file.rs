@@ -3,13 +3,13 @@
 use rustix::fs::{Advice, fadvise};
 use std::fs::{File, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
 use std::path::Path;
 use sumac_hal::flash::{BlockDevice, Geometry};
 
 /// The block length of a file in bytes: the unit that every disk writes atomically.
 const BLOCK_LEN_BYTES: usize = 512;
-/// The block length of a part of a disk in bytes: disks that show sectors of 512 bytes write 4 KiB at a time, and a
+/// The block length of a disk in bytes: disks that show sectors of 512 bytes write 4 KiB at a time, and a
 /// torn write would otherwise reach both records.
 pub const DISK_BLOCK_LEN_BYTES: usize = 4096;
 
@@ -24,7 +24,8 @@ pub struct FileBlocks {
 }
 
 impl FileBlocks {
-    /// Open an existing file; its length is rounded down to whole blocks.
+    /// Open an existing file, or a block device, whose blocks have [`DISK_BLOCK_LEN_BYTES`]; the length is rounded down
+    /// to whole blocks.
     ///
     /// # Errors
     /// It cannot be opened for reading and writing.
@@ -32,7 +33,9 @@ impl FileBlocks {
         let mut file = OpenOptions::new().read(true).write(true).open(path)?;
         // A block device has no length in its metadata.
         let len_bytes = file.seek(SeekFrom::End(0))?;
-        Ok(Self { file, offset: 0, geometry: geometry(BLOCK_LEN_BYTES, len_bytes) })
+        let is_device = file.metadata()?.file_type().is_block_device();
+        let block_len_bytes = if is_device { DISK_BLOCK_LEN_BYTES } else { BLOCK_LEN_BYTES };
+        Ok(Self { file, offset: 0, geometry: geometry(block_len_bytes, len_bytes) })
     }
 
     /// Open a part of a disk, in blocks of [`DISK_BLOCK_LEN_BYTES`].

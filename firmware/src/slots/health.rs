@@ -20,6 +20,8 @@ pub enum HealthEvent {
     Joined,
     /// Its process has ended; whatever comes next is another run.
     Ended,
+    /// An operator confirms the version.
+    Confirmed,
 }
 
 /// The state machine.
@@ -45,6 +47,7 @@ impl Health {
             HealthEvent::SelfTestPassed => self.has_passed = true,
             HealthEvent::Joined => self.has_joined = true,
             HealthEvent::Ended => (self.has_passed, self.has_joined, self.at) = (false, false, None),
+            HealthEvent::Confirmed => self.is_healthy = true,
         }
         if self.has_passed && self.has_joined && self.at.is_none() {
             self.at = Some(now + self.after);

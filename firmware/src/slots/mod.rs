@@ -171,6 +171,20 @@ impl<D: BlockDevice> Slots<D> {
         Ok(newest)
     }
 
+    /// Return the highest epoch that was confirmed, 0 if there is none: nothing older starts, even if that payload is
+    /// damaged.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn confirmed_epoch(&mut self) -> Result<u64, SlotError<D::Error>> {
+        let mut epoch = 0;
+        for slot in Slot::ALL {
+            let confirmed = self.record(slot)?.filter(|record| record.state == State::Confirmed);
+            epoch = confirmed.map_or(epoch, |record| epoch.max(record.epoch));
+        }
+        Ok(epoch)
+    }
+
     /// Select the slot to start, and count the try if it is on trial. To be called once at each start.
     ///
     /// # Errors
@@ -182,12 +196,7 @@ impl<D: BlockDevice> Slots<D> {
                 candidates.push(Selected { slot, record });
             }
         }
-        // What is older than a confirmed payload never starts again, even if that one is damaged.
-        let mut floor = 0;
-        for slot in Slot::ALL {
-            let confirmed = self.record(slot)?.filter(|record| record.state == State::Confirmed);
-            floor = confirmed.map_or(floor, |record| floor.max(record.epoch));
-        }
+        let floor = self.confirmed_epoch()?;
         candidates.retain(|selected| selected.record.epoch >= floor);
         // Newest first: a payload on trial is newer than the one that it replaces.
         candidates.sort_by_key(|selected| std::cmp::Reverse(selected.record.sequence));

@@ -207,6 +207,11 @@ impl Updater {
         self.deadline
     }
 
+    /// Return the slot that is being written.
+    pub fn writing(&self) -> Option<Slot> {
+        self.writing.as_ref().map(|writing| writing.slot)
+    }
+
     /// Return the next notice.
     pub fn poll_event(&mut self) -> Option<Notice> {
         self.notice.take()
@@ -237,7 +242,8 @@ impl Updater {
         self.notice = None;
         let epoch = offer.epoch;
         let (slot, kept) = self.target(slots)?;
-        if let Some(running) = kept.filter(|had| epoch < *had) {
+        let floor = kept.unwrap_or(0).max(slots.confirmed_epoch()?);
+        if let Some(running) = Some(floor).filter(|had| epoch < *had) {
             return Err(UpdateError::Rollback { epoch, running });
         }
         if offer.version.len() > VERSION_MAX_BYTES {

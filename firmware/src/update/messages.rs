@@ -69,7 +69,7 @@ pub enum Command {
 #[non_exhaustive]
 pub enum Reply {
     /// The card's status.
-    Status(UpdateStatus),
+    Status(Box<UpdateStatus>),
     /// The card, or the controller, refuses.
     Refused(String),
     /// The card is not connected to the controller.

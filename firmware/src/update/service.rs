@@ -7,7 +7,7 @@ use crate::slots::{BootOrder, Slot, Slots};
 use std::fmt;
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use sumac_hal::ctrl::update::{SlotsStatus, UpdateRequest, UpdateStatus, UpdateText};
+use sumac_hal::ctrl::update::{SlotsStatus, UpdateRequest, UpdateStatus};
 use sumac_hal::flash::BlockDevice;
 
 /// A session, and the thread that does its work. The thread ends with the service.
@@ -117,7 +117,7 @@ impl<D: BlockDevice + Send + 'static> Maintenance for Service<D> {
         self.slots(true)
     }
 
-    fn handle(&self, request: UpdateRequest) -> Result<UpdateStatus, UpdateText> {
+    fn handle(&self, request: UpdateRequest) -> Result<UpdateStatus, String> {
         // Pieces are many, and change no record.
         let slots = self.slots(!matches!(request, UpdateRequest::Piece { .. }));
         let status = self.shared.lock().session.handle(request, &slots);

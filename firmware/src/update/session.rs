@@ -5,10 +5,11 @@
 //!                                              └────────── refused or failed ─────────> Failed
 //! ```
 
+use crate::emulated::update_text;
 use std::collections::VecDeque;
 use sumac_hal::ctrl::update::{
     PIECE_MAX_BYTES, Sha256Digest, SlotId, SlotTrust, SlotsStatus, Transfer, UPDATE_MANIFEST_MAX_BYTES,
-    UPDATE_TEXT_MAX_LEN, UPDATE_WINDOW_BYTES, UpdateOffer, UpdateRequest, UpdateStatus, UpdateText,
+    UPDATE_WINDOW_BYTES, UpdateOffer, UpdateRequest, UpdateStatus,
 };
 
 /// Work on the card's storage, in order. Report its end with [`Session::handle_done`].
@@ -102,7 +103,7 @@ impl Session {
     ///
     /// # Errors
     /// The reason why it is refused.
-    pub fn handle(&mut self, request: UpdateRequest, slots: &SlotsStatus) -> Result<UpdateStatus, UpdateText> {
+    pub fn handle(&mut self, request: UpdateRequest, slots: &SlotsStatus) -> Result<UpdateStatus, String> {
         let done = match request {
             UpdateRequest::Status => Ok(()),
             _ if matches!(self.state, State::RollingBack | State::Restarting) => {
@@ -116,7 +117,7 @@ impl Session {
             UpdateRequest::Confirm => self.confirm(slots),
             _ => Err("the card runs another version, which does not know this request".to_owned()),
         };
-        done.map(|()| self.status(slots)).map_err(|why| text(&why))
+        done.map(|()| self.status(slots))
     }
 
     /// Return the status.
@@ -135,7 +136,7 @@ impl Session {
             },
             State::Checking(sha256) => Transfer::Checking { sha256: *sha256 },
             State::Ready { sha256, slot } => Transfer::Ready { sha256: *sha256, slot: *slot },
-            State::Failed { sha256, why } => Transfer::Failed { sha256: *sha256, why: text(why) },
+            State::Failed { sha256, why } => Transfer::Failed { sha256: *sha256, why: update_text(why) },
             State::RollingBack | State::Restarting => Transfer::Restarting,
         };
         UpdateStatus { slots: slots.clone(), transfer }
@@ -324,15 +325,4 @@ impl Session {
 
 const fn is_on_trial(image: &sumac_hal::ctrl::update::SlotImage) -> bool {
     matches!(image.trust, SlotTrust::Trial { .. })
-}
-
-/// Return the beginning of a reason, as much as a message holds.
-fn text(why: &str) -> UpdateText {
-    let mut text = UpdateText::new();
-    for character in why.chars() {
-        if text.len() + character.len_utf8() > UPDATE_TEXT_MAX_LEN || text.push(character).is_err() {
-            break;
-        }
-    }
-    text
 }

@@ -174,7 +174,7 @@ impl Rig {
     /// Carry out a request, and send the response.
     fn request(&mut self, request: UpdateRequest) -> Result<UpdateStatus, String> {
         let slots = self.status();
-        let status = self.running.session.handle(request, &slots).map_err(|why| why.to_string());
+        let status = self.running.session.handle(request, &slots);
         if status.is_ok() {
             self.running.session.handle_sent();
         }
@@ -211,8 +211,9 @@ impl Rig {
                 for (part, bytes) in bytes.chunks(PIECE_MAX_BYTES).enumerate() {
                     let offset = offset + (part * PIECE_MAX_BYTES) as u64;
                     let bytes = bytes.iter().copied().collect();
-                    reply =
-                        self.request(UpdateRequest::Piece { offset, bytes }).map_or_else(Reply::Refused, Reply::Status);
+                    reply = self
+                        .request(UpdateRequest::Piece { offset, bytes })
+                        .map_or_else(Reply::Refused, |status| Reply::Status(Box::new(status)));
                 }
                 return reply;
             }
@@ -221,7 +222,7 @@ impl Rig {
             Command::RollBack => UpdateRequest::RollBack,
             Command::Confirm => UpdateRequest::Confirm,
         };
-        self.request(request).map_or_else(Reply::Refused, Reply::Status)
+        self.request(request).map_or_else(Reply::Refused, |status| Reply::Status(Box::new(status)))
     }
 }
 

@@ -161,6 +161,8 @@ pub enum UpdateRequest {
 /// The state of a transfer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
+// See `Request` on the size.
+#[allow(clippy::large_enum_variant)]
 pub enum Transfer {
     /// None since the device has started.
     None,

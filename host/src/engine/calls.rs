@@ -120,7 +120,7 @@ impl Core {
     ) -> Result<Outcome, Error> {
         let limit = self.data.policy(options).limit();
         loop {
-            let generation = self.data.generation();
+            let generation = self.data.generation().0;
             let (chosen, schedule) = match decided.filter(|decided| decided.is_of(generation)) {
                 Some(decided) => (decided.chosen.clone(), Some(Arc::clone(&decided.schedule))),
                 None => (self.data.choose(&desc, options)?, None),

@@ -3,8 +3,8 @@
 //! A host collective is announced to the tree, whose nodes compare it with what the other ranks call. That costs the
 //! devices as much as an operation, and on one machine they take it from the processors on which the ranks work. There,
 //! an operation is not announced if no rank can end it before all have begun it: whoever calls something else leaves
-//! the others waiting. Each of them has sent or announced its call to the rank that it waits for ([`crate::exec`]), and a rank
-//! that waits in the tree looks now and then at what has arrived from the others: the number of their call tells
+//! the others waiting. Each of them has sent or announced its call to the rank that it waits for ([`crate::exec`]), and
+//! a rank that waits in the tree looks now and then at what has arrived from the others: the number of their call tells
 //! whether it should be the same.
 //!
 //! On any number of machines, it looks whether another rank has ended an earlier call with an error. This rank's part

@@ -261,10 +261,8 @@ impl DataPath {
         {
             return Ok(None);
         }
-        match self.tree.post(desc, chosen.path, limit, None) {
-            Err(error) if error.is_loss_of_tree() => Ok(None),
-            posted => Ok(posted?.map(|(op, _)| op)),
-        }
+        let posted = self.tree.post(desc, chosen.path, limit, None);
+        if matches!(&posted, Err(error) if error.is_loss_of_tree()) { Ok(None) } else { Ok(posted?.map(|(op, _)| op)) }
     }
 
     /// Launch a started operation.
@@ -339,16 +337,11 @@ impl DataPath {
         }
     }
 
-    /// Return a number that changes whenever calls may be selected another path than before, or for another reason.
-    pub(super) fn generation(&mut self) -> u64 {
-        self.generation_now().0
-    }
-
-    /// Return the [generation](Self::generation), and the ranks that are excluded as stragglers.
+    /// Return a number that changes whenever calls may be selected in another way, and the excluded ranks.
     #[inline]
-    pub(super) fn generation_now(&mut self) -> (u64, RankMask) {
-        let excluded = self.tree.excluded_ranks();
-        (self.selection.generation(self.watch.notices.queue_position(), excluded), excluded)
+    pub(super) fn generation(&mut self) -> (u64, RankMask) {
+        let (position, excluded) = (self.watch.notices.queue_position(), self.tree.excluded_ranks());
+        (self.selection.generation(position, excluded), excluded)
     }
 
     /// Select the path of the call that is running.

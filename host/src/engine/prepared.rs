@@ -68,7 +68,7 @@ impl Core {
         extent.check(desc, &buffers)?;
         let result = self.run_checked((*desc, options), extent, &mut buffers, decided.as_ref());
         self.data.operations.calling = None;
-        if result.is_ok() && !decided.as_ref().is_some_and(|decided| decided.is_of(self.data.generation())) {
+        if result.is_ok() && !decided.as_ref().is_some_and(|decided| decided.is_of(self.data.generation().0)) {
             *decided = self.decide(desc, options, is_in_place);
         }
         result
@@ -76,7 +76,7 @@ impl Core {
 
     /// Return how the next run is decided, if it runs between hosts: what is in the tree depends on the tree's state.
     pub(super) fn decide(&mut self, desc: &OpDesc, options: &CallOptions, is_in_place: bool) -> Option<Decided> {
-        let generation = self.data.generation();
+        let generation = self.data.generation().0;
         let (call, algo) = (self.calls_begun(), self.data.algo(desc, options).ok()?);
         let chosen = self.data.choose_by((call, *desc, algo)).ok()?;
         let is_between_hosts = chosen.is_announced && chosen.path != Path::Tree && desc.op != Some(ReduceOp::PremulSum);

@@ -74,7 +74,7 @@ impl Core {
         mut buffers: Buffers<'_>,
     ) -> Option<Result<Outcome, Error>> {
         let round = decided.round.as_deref()?;
-        let (generation, missing) = self.data.generation_now();
+        let (generation, missing) = self.data.generation();
         if !decided.is_of(generation) || !self.is_quiet(missing) {
             return None;
         }

@@ -149,9 +149,9 @@ impl CostTable {
     /// cache line there and back. With 2 ranks 8 B took 6 to 10 us by zero-copy, 0.4 us by a post, 1.1 us by recursive
     /// doubling and 1.5 us by ring; 256 KiB 90 to 170 us by zero-copy and 45 to 60 us by ring; 16 MiB 2.5 to 3.9 ms by
     /// zero-copy and 3.2 to 4.8 ms by ring. With 4 ranks, twice the cores, 8 B took 20, 5, 15 and 24 us, 256 KiB 190 us
-    /// by zero-copy and 180 us by ring, and 16 MiB 5.5 ms and 11 ms. Between two cores of an Intel Xeon (150 ns) 2 ranks
-    /// took for 16 KiB 6.2 us by ring and halving-doubling and 9.6 us by binomial trees, 64 KiB 17 us and 33 us; 4 ranks
-    /// for 64 KiB 49 us by ring, 55 us by halving-doubling, 96 us by chain, and 28 to 48 us by zero-copy.
+    /// by zero-copy and 180 us by ring, and 16 MiB 5.5 ms and 11 ms. Between two cores of an Intel Xeon (150 ns) 16 KiB
+    /// took 2 ranks 6.2 us by ring and halving-doubling, 9.6 us by binomial trees; 64 KiB took 4 ranks 49 us by ring,
+    /// 55 us by halving-doubling, 96 us by chain, and 28 to 48 us by zero-copy.
     pub fn emulated() -> Self {
         Self::new(
             Origin::Emulator,

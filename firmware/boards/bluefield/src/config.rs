@@ -28,6 +28,10 @@
 //! writes, or `/init` if a key follows the boot stream. All users and all who have the image can read a command line,
 //! so it is refused there.
 
+mod command_line;
+
+pub use command_line::CommandLine;
+
 use crate::update::{CONFIRM_AFTER, slot, slot_paths};
 use std::fmt::{self, Write};
 use std::net::{Ipv4Addr, SocketAddrV4};
@@ -443,50 +447,6 @@ pub struct Config {
     pub log: String,
     /// The device's key, if the controller uses keys.
     pub key: Option<Key>,
-}
-
-/// The command line of the kernel, or of a service.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct CommandLine {
-    /// Settings that override the store.
-    pub settings: Settings,
-    /// The store (`store=/dev/mmcblk0p3`).
-    pub store: Option<String>,
-    /// Save the settings to the store for the next start (`keep=yes`).
-    pub keep: bool,
-    /// The file with the device's key (`key-file=/etc/sumac/leaf0.key`), or `-` for stdin.
-    pub key_file: Option<String>,
-    /// The boot FIFO, behind the stream that was booted from it (`boot-fifo=/dev/vdb`).
-    pub boot_fifo: Option<String>,
-}
-
-impl CommandLine {
-    /// Parse the words that begin with `prefix`; others are ignored.
-    ///
-    /// # Errors
-    /// [`ConfigError`] for the first invalid word.
-    pub fn parse<'a>(words: impl IntoIterator<Item = &'a str>, prefix: &str) -> Result<Self, ConfigError> {
-        let (mut store, mut keep, mut key_file, mut boot_fifo, mut rest) = (None, false, None, None, Vec::new());
-        for word in words.into_iter().filter_map(|word| word.strip_prefix(prefix)) {
-            match word.split_once('=') {
-                Some(("store", path)) => store = Some(path.to_owned()),
-                Some(("key-file", path)) => key_file = Some(path.to_owned()),
-                Some(("boot-fifo", path)) => boot_fifo = Some(path.to_owned()),
-                Some(("keep", value)) => {
-                    keep = match value {
-                        "yes" => true,
-                        "no" => false,
-                        _ => {
-                            let (key, value) = ("keep".to_owned(), value.to_owned());
-                            return Err(ConfigError::Value { key, value, expected: "yes or no" });
-                        }
-                    }
-                }
-                _ => rest.push(word),
-            }
-        }
-        Ok(Self { settings: Settings::from_words(rest)?, store, keep, key_file, boot_fifo })
-    }
 }
 
 #[cfg(test)]

@@ -1,18 +1,20 @@
 //! Start-up as process 1 or as a service, up to a running supervisor.
 
 use crate::config::{CommandLine, ConfigError, PREFIX, Settings, redact};
+use crate::install::{self, InstallError};
 use crate::log::{LINUX_UP, Log};
 use crate::network::{self, NetworkError};
 use crate::store::{STORE_LEN_BYTES, Store, StoreError};
-use crate::supervisor;
+use crate::supervisor::{self, Observers};
 use crate::system;
+use crate::trial;
 use crate::update::{self, SlotsError, Trial};
 use std::fs;
 use std::io;
 use std::path::Path;
 use std::time::Duration;
-use sumac_firmware::enrolment;
 use sumac_firmware::slots::{FileBlocks, Policy};
+use sumac_firmware::tail::Fifo;
 use sumac_hal::ctrl::secure::{Key, KeyFileError, check_private, read_key};
 use sumac_hal::time::Instant;
 use thiserror::Error;
@@ -20,6 +22,10 @@ use zeroize::Zeroizing;
 
 /// How long to wait for the store's device to appear.
 const STORE_LIMIT: Duration = Duration::from_secs(10);
+
+/// How long the host may pause while it writes a payload: reads return nothing after half a second each on a card.
+const FIFO_PAUSE: Duration = Duration::from_millis(100);
+const FIFO_PAUSES_MAX: u32 = 100;
 
 /// The boot FIFO of a BlueField card (Linux, drivers/platform/mellanox/mlxbf-bootctl.c: `bootfifo`).
 const BOOT_FIFO: &str = "/sys/bus/platform/devices/MLNXBF04:00/bootfifo";
@@ -61,6 +67,12 @@ pub enum AgentError {
     /// The slots of updates cannot be used.
     #[error("{0}")]
     Slots(#[from] SlotsError),
+    /// A version that a boot entry has started is not updated by the runtime.
+    #[error("sumac.slots= is for a service; this version was started from a slot of the card's disk: remove it")]
+    SlotsOfService,
+    /// What follows the stream was not installed, or no slot started.
+    #[error("{0}")]
+    Install(Box<InstallError>),
     /// The device's key, or a store with one, cannot be used.
     #[error("{0}")]
     Key(#[from] KeyFileError),
@@ -83,7 +95,7 @@ pub fn init() -> ! {
     }));
     match boot(&log) {
         // An update, or the end of its trial.
-        Ok(()) => system::reboot_now(&log),
+        Ok(()) => system::restart_now(&log),
         Err(error) => system::restart(&log, &error.to_string()),
     }
 }
@@ -92,23 +104,39 @@ fn boot(log: &Log) -> Result<(), AgentError> {
     system::mount_all().map_err(|(target, source)| AgentError::Mount { target, source })?;
     system::open_console();
     let modules = system::load_modules(log);
+    system::mount_variables(log);
     log.info(LINUX_UP);
     log.info(&format!("agent {}, {modules} modules", env!("CARGO_PKG_VERSION")));
     let line = fs::read_to_string("/proc/cmdline");
-    let line = line.map_err(|source| AgentError::System { what: "/proc/cmdline", source })?;
-    let line = CommandLine::parse(line.split_whitespace(), PREFIX)?;
+    let text = line.map_err(|source| AgentError::System { what: "/proc/cmdline", source })?;
+    let mut line = CommandLine::parse(text.split_whitespace(), PREFIX)?;
     if let Some(file) = line.key_file {
         return Err(AgentError::KeyInImage(file));
     }
+    let mut observers = Observers::default();
+    let mut key = None;
+    if let Some(slot) = line.slot {
+        let running = install::start_from(slot, log).map_err(|error| AgentError::Install(Box::new(error)))?;
+        let Some(running) = running else { system::restart_now(log) };
+        let store = running.disk.store_path();
+        line.store.get_or_insert_with(|| store.display().to_string());
+        observers.health = Some(trial::watch(running, line.trial, &observers.readiness, log));
+    } else {
+        key = behind_stream(&line, &text, log)?;
+        log.info("runs from memory, until the next reset");
+    }
     let mut settings = settings(&line, log)?;
-    if let Some(key) = key_behind_stream(&line, log) {
+    if let Some(key) = key {
         keep_key(&line, &key, log);
         settings.key = Some(key);
     }
     let config = settings.config()?;
+    if line.slot.is_some() && config.slots.is_some() {
+        return Err(AgentError::SlotsOfService);
+    }
     let ip = network::configure(&config, log)?;
     settings.set_ip(ip);
-    supervise(log, settings)
+    supervise(log, settings, observers)
 }
 
 /// Serve with these settings on a machine that is set up already, until an update requests a restart.
@@ -124,26 +152,42 @@ pub fn serve<'a>(words: impl IntoIterator<Item = &'a str>) -> Result<(), AgentEr
     }
     let ip = network::existing_address(&settings.config()?)?;
     settings.set_ip(ip);
-    supervise(&log, settings)
+    supervise(&log, settings, Observers::default())
 }
 
-/// Return the key that followed the stream into the boot FIFO, if there is one. Whatever else is there is logged.
-fn key_behind_stream(line: &CommandLine, log: &Log) -> Option<Key> {
+/// Take up what followed the stream into the boot FIFO. A payload is installed, after which the machine restarts. A key
+/// is returned; whatever else is there is logged.
+fn behind_stream(line: &CommandLine, command_line: &str, log: &Log) -> Result<Option<Key>, AgentError> {
     let path = Path::new(line.boot_fifo.as_deref().unwrap_or(BOOT_FIFO));
     if line.boot_fifo.is_some() {
         if let Err(error) = wait_for(path) {
             log.warn(&error.to_string());
         }
     } else if !path.exists() {
-        return None;
+        return Ok(None);
     }
-    let read = fs::File::open(path).and_then(enrolment::read);
-    let read = read.map_err(|error| format!("{}: {error}", path.display()));
-    let found = read.and_then(|bytes| enrolment::parse(&bytes).map_err(|error| error.to_string()));
-    found.unwrap_or_else(|error| {
-        log.warn(&error);
-        None
-    })
+    let file = match fs::File::open(path) {
+        Ok(file) => file,
+        Err(error) => {
+            log.warn(&format!("{}: {error}", path.display()));
+            return Ok(None);
+        }
+    };
+    let mut fifo = Fifo::new(file, |empty| {
+        std::thread::sleep(FIFO_PAUSE);
+        empty < FIFO_PAUSES_MAX
+    });
+    let tail = match fifo.read_tail() {
+        Ok(tail) => tail,
+        Err(error) => {
+            log.warn(&error.to_string());
+            return Ok(None);
+        }
+    };
+    let Some(payload) = tail.payload else { return Ok(tail.key) };
+    install::install(&mut fifo, &payload, (line, command_line, tail.key.as_ref()), log)
+        .map_err(|error| AgentError::Install(Box::new(error)))?;
+    system::restart_now(log)
 }
 
 /// Write a key to the store for the next start. This start has it in any case.
@@ -159,19 +203,20 @@ fn keep_key(line: &CommandLine, key: &Key, log: &Log) {
     }
 }
 
-/// Supervise the runtime, and the trial of the slot that runs, until a restart is requested.
-fn supervise(log: &Log, mut settings: Settings) -> Result<(), AgentError> {
+/// Supervise the runtime, and the trial of a slot that nothing watches yet, until a restart is requested.
+fn supervise(log: &Log, mut settings: Settings, mut observers: Observers) -> Result<(), AgentError> {
     let config = settings.config()?;
-    let (restarts, mut trial) = (supervisor::Restarts::default(), None);
-    if let Some(selected) = update::select(&config, log)? {
+    if observers.health.is_none()
+        && let Some(selected) = update::select(&config, log)?
+    {
         settings.set_slot(selected.slot);
         let begun = Trial::new(&selected, Policy::default(), config.confirm_after, Instant::ZERO);
         if let Some(begun) = begun {
-            let restarts = restarts.clone();
-            trial = update::watch(begun, &config, log, move || restarts.request())?;
+            let restarts = observers.restarts.clone();
+            observers.health = update::watch(begun, &config, log, move || restarts.request())?;
         }
     }
-    let served = supervisor::supervise(log, &settings, &restarts, trial.as_ref());
+    let served = supervisor::supervise(log, &settings, &observers);
     served.map_err(|source| AgentError::System { what: "the runtime", source })
 }
 
@@ -276,7 +321,7 @@ pub fn enroll(path: &Path, key_file: &Path) -> Result<String, AgentError> {
 }
 
 /// Write a key to both copies of a store. Returns the contents as they may be shown.
-fn write_key(store: &mut Store<FileBlocks>, path: &Path, key: Key) -> Result<String, AgentError> {
+pub(crate) fn write_key(store: &mut Store<FileBlocks>, path: &Path, key: Key) -> Result<String, AgentError> {
     check_store(path)?;
     let settings = stored(store, path, &Log::new([]))?;
     let text = settings.with_key(Some(key)).to_secret_lines();
@@ -396,10 +441,10 @@ mod tests {
         write_store(&path, ["name=kept"]).expect("written");
         enroll(&path, &key_file(&folder, 1)).expect("enrolled");
         let key = Key::new(KeyId(2), [2; 32]);
-        fs::write(&fifo, [&enrolment::emit(&key)[..], &[0; 512]].concat()).expect("written");
+        fs::write(&fifo, [&sumac_firmware::enrolment::emit(&key)[..], &[0; 512]].concat()).expect("written");
         let words = [format!("store={}", path.display()), format!("boot-fifo={}", fifo.display())];
         let line = line(&words.each_ref().map(String::as_str));
-        assert_eq!(key_behind_stream(&line, &silent_log()), Some(key.clone()));
+        assert_eq!(behind_stream(&line, "", &silent_log()).expect("no payload"), Some(key.clone()));
         keep_key(&line, &key, &silent_log());
         let kept = settings(&line, &silent_log()).expect("settings");
         assert_eq!((&kept.key, kept.to_lines()), (&Some(key), "name=kept\n".to_owned()));
@@ -407,7 +452,7 @@ mod tests {
         assert!(!bytes.windows(64).any(|window| window == "01".repeat(32).as_bytes()), "the earlier key is gone");
         // Another content, as a vendor's bf.cfg, is no key and changes nothing.
         fs::write(&fifo, "BOOT=1\n").expect("written");
-        assert_eq!(key_behind_stream(&line, &silent_log()), None);
+        assert_eq!(behind_stream(&line, "", &silent_log()).expect("no payload"), None);
     }
 
     /// Write a file with a key of this id, of whose secret each byte is the id.

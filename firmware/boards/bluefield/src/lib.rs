@@ -20,6 +20,9 @@
 //! | [`store`] | its storage: two copies with checksums |
 //! | [`log`] | the card's boot log, and the console |
 //! | [`init`] | start-up, as process 1 or as a service |
+//! | [`disks`], [`install`] | installing what follows a boot stream, starting from a slot |
+//! | [`trial`], [`watchdog`] | confirming a version that runs from a slot, or going back |
+//! | [`self_test`] | the runtime's self-test |
 //! | [`system`] | mounts, modules, devices, restarting |
 //! | [`network`] | the interface of the data ports |
 //! | [`netlink`] | addresses and routes |
@@ -40,12 +43,17 @@ compile_error!(
 );
 
 pub mod config;
+pub mod disks;
 pub mod init;
+pub mod install;
 pub mod log;
 pub mod netlink;
 pub mod network;
 pub mod runtime;
+pub mod self_test;
 pub mod store;
 pub mod supervisor;
 pub mod system;
+pub mod trial;
 pub mod update;
+pub mod watchdog;

@@ -4,7 +4,8 @@
 //! stdout, and logs to stderr. A panic of any thread ends the process: the next one has all shards again.
 
 use crate::config::{Cidr, Config, ConfigError, Polling, Settings, Verbs};
-use crate::supervisor::{REACHED, SERVES};
+use crate::self_test;
+use crate::supervisor::{JOINED, PASSES, SERVES};
 use crate::update::{self, SlotsError};
 use rustix::process::{Signal, set_parent_process_death_signal};
 use std::io::{self, Read, Write};
@@ -60,6 +61,9 @@ pub enum RuntimeError {
         /// The number of shards.
         shards: u16,
     },
+    /// The self-test failed.
+    #[error("self-test: {0}")]
+    SelfTest(String),
     /// The board could not be started.
     #[error("{0}")]
     Board(#[from] BoardError),
@@ -168,6 +172,8 @@ pub fn run() -> Result<(), RuntimeError> {
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).with_ansi(false).init();
     let ip = config.ip.ok_or(RuntimeError::NoAddress)?;
     let verbs = choose_link(&config, ip, link_at)?;
+    self_test::run().map_err(RuntimeError::SelfTest)?;
+    report(PASSES)?;
     let maintenance = update::maintenance(&config)?;
     let board = Board::start(BoardConfig { maintenance, ..board_config(&config, ip, verbs)? })?;
     let addrs: Vec<_> = board.data_addrs().map(|addr| addr.to_string()).collect();
@@ -178,7 +184,7 @@ pub fn run() -> Result<(), RuntimeError> {
         addrs.join(" ")
     ))?;
     while !board.wait_registered(REGISTER_WAIT) {}
-    report(&format!("{REACHED} at {}", config.controller))?;
+    report(&format!("{JOINED} at {}", config.controller))?;
     board.serve();
     Err(RuntimeError::Ended)
 }

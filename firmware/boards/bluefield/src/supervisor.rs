@@ -10,7 +10,7 @@
 
 use crate::config::Settings;
 use crate::log::{DPU_IS_READY, Level, Log};
-use crate::update::{CONFIRMS, RESTARTS, Sign};
+use crate::update::{CONFIRMS, RESTARTS};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions, WaitStatus, pidfd_open, pidfd_send_signal, wait};
 use std::io::{self, BufRead, BufReader, Write};
@@ -21,13 +21,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
+use sumac_firmware::slots::HealthEvent;
 
 /// The argument that makes this program the runtime.
 pub const RUNTIME: &str = "runtime";
 /// The line with which the runtime reports that it is serving; its boot id and addresses follow.
 pub const SERVES: &str = "serves";
-/// The line with which the runtime reports that its controller knows it.
-pub const REACHED: &str = "has reached the controller";
+/// The line with which it reports that it has joined its controller; the address follows.
+pub const JOINED: &str = "has reached the controller";
+/// The line with which it reports that it has passed its self-test.
+pub const PASSES: &str = "has passed its self-test";
 
 /// The first wait before a restart, and the longest.
 const FIRST_WAIT: Duration = Duration::from_millis(100);
@@ -98,24 +101,22 @@ impl Restarts {
 ///
 /// # Errors
 /// Only if this program cannot find its own executable.
-pub fn supervise(log: &Log, settings: &Settings, restarts: &Restarts, trial: Option<&Sender<Sign>>) -> io::Result<()> {
+pub fn supervise(log: &Log, settings: &Settings, observers: &Observers) -> io::Result<()> {
     // By its path: the /proc link would name a file that may have been replaced meanwhile.
     let program = std::env::current_exe()?;
-    let (mut backoff, readiness) = (Backoff::default(), Arc::new(Readiness::default()));
-    let send = |sign| trial.is_some_and(|trial| trial.send(sign).is_ok());
+    let mut backoff = Backoff::default();
     loop {
         let start = Instant::now();
         let mut command = Command::new(&program);
         command.arg(RUNTIME).stdin(Stdio::piped()).stdout(Stdio::piped());
         let end = match command.spawn() {
-            Ok(child) => watch(child, log, settings, (&readiness, restarts, trial)),
+            Ok(child) => watch(child, log, settings, observers),
             Err(error) => format!("could not be started: {error}"),
         };
-        if restarts.is_requested() {
+        if observers.restarts.is_requested() {
             log.info(&format!("runtime {end}; restarting"));
             return Ok(());
         }
-        send(Sign::Ended);
         let wait = backoff.after(start.elapsed());
         log.write(Level::Error, &format!("runtime {end}; starting it again in {} ms", wait.as_millis()));
         std::thread::sleep(wait);
@@ -123,30 +124,45 @@ pub fn supervise(log: &Log, settings: &Settings, restarts: &Restarts, trial: Opt
 }
 
 /// Serve a runtime until it has ended; return how.
-fn watch(
-    mut child: Child,
-    log: &Log,
-    settings: &Settings,
-    (readiness, restarts, trial): (&Arc<Readiness>, &Restarts, Option<&Sender<Sign>>),
-) -> String {
-    restarts.set_runtime(Some(Pid::from_child(&child)));
+fn watch(mut child: Child, log: &Log, settings: &Settings, observers: &Observers) -> String {
+    observers.restarts.set_runtime(Some(Pid::from_child(&child)));
     if let Some(mut stdin) = child.stdin.take() {
         // If it has ended already, its end is noticed below.
         let _ = stdin.write_all(settings.to_secret_lines().as_bytes());
     }
     let reader = child.stdout.take().map(|stdout| {
-        let (log, readiness) = (log.clone(), Arc::clone(readiness));
-        let (restarts, trial) = (restarts.clone(), trial.cloned());
-        std::thread::spawn(move || forward_status(stdout, &log, &readiness, (&restarts, trial.as_ref())))
+        let (log, observers) = (log.clone(), observers.clone());
+        std::thread::spawn(move || forward_status(stdout, &log, &observers))
     });
     let end = reap_until(Pid::from_child(&child));
-    restarts.set_runtime(None);
+    observers.restarts.set_runtime(None);
     if let Some(reader) = reader {
         // The reader ends with the pipe, so the last lines are logged before the end.
         let _ = reader.join();
     }
-    readiness.is_serving.store(false, Ordering::Relaxed);
+    observers.readiness.is_serving.store(false, Ordering::Relaxed);
+    observers.report(HealthEvent::Ended);
     end
+}
+
+/// Who is told of the runtime's states.
+#[derive(Debug, Clone, Default)]
+pub struct Observers {
+    /// The host.
+    pub readiness: Arc<Readiness>,
+    /// The trial of a version that runs from a slot.
+    pub health: Option<Sender<HealthEvent>>,
+    /// What ends the runtime for a restart of the system.
+    pub restarts: Restarts,
+}
+
+impl Observers {
+    fn report(&self, event: HealthEvent) {
+        if let Some(health) = &self.health {
+            // The trial may have ended.
+            let _ = health.send(event);
+        }
+    }
 }
 
 /// Whether the runtime is serving, and whether the host has been told.
@@ -154,8 +170,33 @@ fn watch(
 pub struct Readiness {
     /// The runtime is serving.
     pub is_serving: AtomicBool,
+    /// The host is not to be told yet: the version is on trial, and may go.
+    is_held: AtomicBool,
     /// Announcements have begun.
     has_been_announced: AtomicBool,
+}
+
+impl Readiness {
+    /// Announce nothing until [`Readiness::release`].
+    pub fn hold(&self, is_held: bool) {
+        self.is_held.store(is_held, Ordering::Relaxed);
+    }
+
+    /// Announce what was held.
+    pub fn release(self: &Arc<Self>, log: &Log) {
+        self.hold(false);
+        self.announce_once(log);
+    }
+
+    /// Begin to announce that the card is ready, unless that has begun or has to wait.
+    fn announce_once(self: &Arc<Self>, log: &Log) {
+        let may = self.is_serving.load(Ordering::Relaxed) && !self.is_held.load(Ordering::Relaxed);
+        if may && !self.has_been_announced.swap(true, Ordering::Relaxed) {
+            let (log, readiness) = (log.clone(), Arc::clone(self));
+            // It ends with the last announcement, or with the process.
+            std::thread::spawn(move || announce(&log, &readiness, announcement_pauses()));
+        }
+    }
 }
 
 /// Return the pauses between announcements that the card is ready.
@@ -179,12 +220,7 @@ pub fn announce(log: &Log, readiness: &Readiness, pauses: impl IntoIterator<Item
     }
 }
 
-fn forward_status(
-    from: impl io::Read,
-    log: &Log,
-    readiness: &Arc<Readiness>,
-    (restarts, trial): (&Restarts, Option<&Sender<Sign>>),
-) {
+fn forward_status(from: impl io::Read, log: &Log, observers: &Observers) {
     let mut from = BufReader::new(from);
     loop {
         let mut line = Vec::new();
@@ -194,25 +230,16 @@ fn forward_status(
         }
         let line = String::from_utf8_lossy(&line);
         log.info(&format!("runtime {}", line.trim_end()));
-        let sign = match line.trim_end() {
-            RESTARTS => {
-                restarts.request();
-                None
+        match line.trim_end() {
+            RESTARTS => observers.restarts.request(),
+            CONFIRMS => observers.report(HealthEvent::Confirmed),
+            line if line.starts_with(SERVES) => {
+                observers.readiness.is_serving.store(true, Ordering::Relaxed);
+                observers.readiness.announce_once(log);
             }
-            CONFIRMS => Some(Sign::Confirms),
-            line => line.starts_with(REACHED).then_some(Sign::Registered),
-        };
-        if let (Some(sign), Some(trial)) = (sign, trial) {
-            // The trial may have ended.
-            let _ = trial.send(sign);
-        }
-        if line.starts_with(SERVES) {
-            readiness.is_serving.store(true, Ordering::Relaxed);
-            if !readiness.has_been_announced.swap(true, Ordering::Relaxed) {
-                let (log, readiness) = (log.clone(), Arc::clone(readiness));
-                // It ends with the last announcement, or with the process.
-                std::thread::spawn(move || announce(&log, &readiness, announcement_pauses()));
-            }
+            line if line.starts_with(PASSES) => observers.report(HealthEvent::SelfTestPassed),
+            line if line.starts_with(JOINED) => observers.report(HealthEvent::Joined),
+            _ => {}
         }
     }
 }
@@ -267,6 +294,22 @@ mod tests {
         };
         assert_eq!(after(true), format!("INFO {DPU_IS_READY}"));
         assert_eq!(after(false), "");
+    }
+
+    #[test]
+    fn version_on_trial_is_announced_once_it_is_confirmed() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("rsh_log");
+        fs::write(&path, "").expect("written");
+        let (log, (health, events)) = (Log::new([path.clone()]), std::sync::mpsc::channel());
+        let observers = Observers { health: Some(health), ..Observers::default() };
+        observers.readiness.hold(true);
+        let lines = format!("{PASSES}\n{SERVES} as d\n{JOINED} at x\n");
+        forward_status(lines.as_bytes(), &log, &observers);
+        assert_eq!(events.try_iter().collect::<Vec<_>>(), [HealthEvent::SelfTestPassed, HealthEvent::Joined]);
+        assert!(!observers.readiness.has_been_announced.load(Ordering::Relaxed));
+        observers.readiness.release(&log);
+        assert!(observers.readiness.has_been_announced.load(Ordering::Relaxed));
     }
 
     #[test]

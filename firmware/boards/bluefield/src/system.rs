@@ -12,6 +12,7 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::path::Path;
 use std::time::{Duration, Instant};
+use sumac_firmware::boot::EFIVARS;
 use sumac_firmware::modules::{Modules, REQUIRED_MODULES};
 
 /// How long the reason of a restart stays on the console, which also slows down restart loops.
@@ -45,6 +46,18 @@ pub fn mount_all() -> Result<(), (&'static str, io::Error)> {
         }
     }
     Ok(())
+}
+
+/// Mount the firmware's variables. A machine without them, or a kernel without the file system, has none.
+pub fn mount_variables(log: &Log) {
+    let target = Path::new(EFIVARS);
+    if target.exists() {
+        let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
+        match mount("efivarfs", target, "efivarfs", flags, None) {
+            Ok(()) | Err(Errno::BUSY) => {}
+            Err(error) => log.warn(&format!("efivarfs: {error}")),
+        }
+    }
 }
 
 /// Redirect stdout and stderr to the console or, without one, to the kernel log; errors are ignored.
@@ -89,12 +102,20 @@ fn load_module(path: &Path) -> io::Result<()> {
 /// # Errors
 /// The folder cannot be watched.
 pub fn wait_for_file(path: &Path, timeout: Duration) -> io::Result<bool> {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    wait_until(folder, timeout, || path.exists())
+}
+
+/// Ask again whenever a file is created in `folder`; false if the answer is still no after `timeout`.
+///
+/// # Errors
+/// The folder cannot be watched.
+pub fn wait_until(folder: &Path, timeout: Duration, mut is_true: impl FnMut() -> bool) -> io::Result<bool> {
     let deadline = Instant::now() + timeout;
     let events = inotify::init(inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK)?;
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     inotify::add_watch(&events, folder, inotify::WatchFlags::CREATE | inotify::WatchFlags::MOVED_TO)?;
-    // Checked after the watch was added and after each event, so that no creation is missed.
-    while !path.exists() {
+    // Asked after the watch was added and after each event, so that no creation is missed.
+    while !is_true() {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
             return Ok(false);
@@ -132,11 +153,11 @@ pub fn restart(log: &Log, why: &str) -> ! {
     let delay_s = RESTART_DELAY.as_secs();
     let pauses = (0..delay_s / FAILURE_INTERVAL.as_secs()).map(|_| FAILURE_INTERVAL);
     report_failure(log, &format!("{why}; restarting in {delay_s} s"), pauses);
-    reboot_now(log)
+    restart_now(log)
 }
 
-/// Restart the machine at once.
-pub fn reboot_now(log: &Log) -> ! {
+/// Restart the machine at once, as planned.
+pub fn restart_now(log: &Log) -> ! {
     rustix::fs::sync();
     let error = reboot(RebootCommand::Restart);
     log.write(Level::Error, &format!("cannot restart: {error:?}"));

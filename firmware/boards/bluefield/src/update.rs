@@ -18,7 +18,10 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 use sumac_firmware::emulated::Maintenance;
-use sumac_firmware::slots::{Event, FileBlocks, Notice, Policy, Selected, Slot, SlotError, Slots, State, Updater};
+use sumac_firmware::slots::{
+    Event, FileBlocks, HEALTHY_AFTER, Health, HealthEvent, Notice, Policy, Selected, Slot, SlotError, Slots, State,
+    Updater,
+};
 use sumac_firmware::update::{Card, NoBootOrder, Service, Supervisor, UpdateKey};
 use sumac_hal::time::Instant;
 use thiserror::Error;
@@ -29,7 +32,7 @@ pub const CONFIRMS: &str = "confirms its slot";
 pub const RESTARTS: &str = "restarts the card";
 
 /// How long a healthy runtime serves before its slot is confirmed, by default.
-pub const CONFIRM_AFTER: Duration = Duration::from_secs(60);
+pub const CONFIRM_AFTER: Duration = HEALTHY_AFTER;
 
 /// Why slots cannot be used.
 #[derive(Debug, Error)]
@@ -94,24 +97,12 @@ pub fn select(config: &Config, log: &Log) -> Result<Option<Selected>, SlotsError
     }
 }
 
-/// What the supervisor notices.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Sign {
-    /// The runtime has registered with its controller.
-    Registered,
-    /// The runtime has ended.
-    Ended,
-    /// An operator confirms the slot.
-    Confirms,
-}
-
-/// A slot's trial: it is healthy once its runtime has been registered with a controller for some time without ending.
+/// A slot's trial.
 #[derive(Debug)]
 pub struct Trial {
     updater: Updater,
     slot: Slot,
-    confirm_after: Duration,
-    registered_at: Option<Instant>,
+    health: Health,
 }
 
 /// The end of a trial.
@@ -124,51 +115,32 @@ pub enum Verdict {
 }
 
 impl Trial {
-    /// Begin the trial of a slot; `None` if it is confirmed.
+    /// Begin the trial of a slot, which is healthy after this time; `None` if it is confirmed.
     pub fn new(selected: &Selected, policy: Policy, confirm_after: Duration, now: Instant) -> Option<Self> {
         if selected.record.state == State::Confirmed {
             return None;
         }
         let (updater, slot) = (Updater::new(policy, Some(selected.clone()), now), selected.slot);
-        Some(Self { updater, slot, confirm_after, registered_at: None })
+        Some(Self { updater, slot, health: Health::new(confirm_after) })
     }
 
-    /// Process a sign. Returns whether the slot is healthy.
-    pub fn handle(&mut self, sign: Sign, now: Instant) -> bool {
-        match sign {
-            Sign::Registered => self.registered_at = Some(now),
-            Sign::Ended => self.registered_at = None,
-            Sign::Confirms => return true,
-        }
-        false
-    }
-
-    /// Return whether the slot is healthy by now.
-    pub fn is_healthy(&self, now: Instant) -> bool {
-        self.healthy_at().is_some_and(|at| at <= now)
-    }
-
-    fn healthy_at(&self) -> Option<Instant> {
-        self.registered_at.map(|at| at + self.confirm_after)
+    /// Process what happens to the runtime.
+    pub fn handle(&mut self, event: HealthEvent, now: Instant) {
+        self.health.handle(event, now);
     }
 
     /// Return when to look again.
     pub fn poll_timeout(&self) -> Option<Instant> {
-        self.healthy_at().into_iter().chain(self.updater.poll_timeout()).min()
+        self.health.poll_timeout().into_iter().chain(self.updater.poll_timeout()).min()
     }
 
     /// Look whether the trial has ended by now. A healthy slot's record is written.
     ///
     /// # Errors
     /// The record cannot be written; the trial goes on.
-    pub fn judge(
-        &mut self,
-        is_confirmed: bool,
-        slots: &mut Slots<FileBlocks>,
-        now: Instant,
-    ) -> Result<Option<Verdict>, String> {
-        if is_confirmed || self.is_healthy(now) {
-            self.registered_at = None;
+    pub fn judge(&mut self, slots: &mut Slots<FileBlocks>, now: Instant) -> Result<Option<Verdict>, String> {
+        self.health.handle_timeout(now);
+        if self.health.is_healthy() {
             self.updater.handle(Event::Healthy, slots).map_err(|error| error.to_string())?;
         } else {
             self.updater.handle_timeout(now);
@@ -181,8 +153,8 @@ impl Trial {
     }
 }
 
-/// Watch a trial on a thread of its own. Returns where to send signs; `fail` is called if the slot does not become
-/// healthy in time.
+/// Watch a trial on a thread of its own. Returns where to send what happens to the runtime; `fail` is called if the
+/// slot does not become healthy in time.
 ///
 /// # Errors
 /// [`SlotsError`].
@@ -191,31 +163,31 @@ pub fn watch(
     config: &Config,
     log: &Log,
     fail: impl FnOnce() + Send + 'static,
-) -> Result<Option<Sender<Sign>>, SlotsError> {
+) -> Result<Option<Sender<HealthEvent>>, SlotsError> {
     let Some(paths) = &config.slots else { return Ok(None) };
-    let (sender, signs) = channel();
+    let (sender, events) = channel();
     let (slots, log) = (open(paths)?, log.clone());
     let began = std::time::Instant::now();
-    std::thread::spawn(move || run(trial, slots, &signs, (&log, began), fail));
+    std::thread::spawn(move || run(trial, slots, &events, (&log, began), fail));
     Ok(Some(sender))
 }
 
 fn run(
     mut trial: Trial,
     mut slots: Slots<FileBlocks>,
-    signs: &Receiver<Sign>,
+    events: &Receiver<HealthEvent>,
     (log, began): (&Log, std::time::Instant),
     fail: impl FnOnce(),
 ) {
     let now = || Instant::ZERO + began.elapsed();
     loop {
         let due = trial.poll_timeout().map_or(Duration::MAX, |at| at.saturating_since(now()));
-        let is_confirmed = match signs.recv_timeout(due) {
-            Ok(sign) => trial.handle(sign, now()),
-            Err(RecvTimeoutError::Timeout) => false,
+        match events.recv_timeout(due) {
+            Ok(event) => trial.handle(event, now()),
+            Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return,
-        };
-        match trial.judge(is_confirmed, &mut slots, now()) {
+        }
+        match trial.judge(&mut slots, now()) {
             Ok(None) => {}
             Ok(Some(Verdict::Confirmed)) => return log.info(&format!("slot {} is confirmed", trial.slot)),
             Ok(Some(Verdict::Failed)) => {
@@ -294,17 +266,18 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let (mut slots, mut trial) = on_trial(&folder);
         assert_eq!(trial.poll_timeout(), Some(at(300)), "the limit of the trial");
-        assert!(!trial.handle(Sign::Registered, at(10)));
-        assert_eq!(
-            (trial.poll_timeout(), trial.is_healthy(at(69)), trial.is_healthy(at(70))),
-            (Some(at(70)), false, true)
-        );
+        let serve = |trial: &mut Trial, now| {
+            trial.handle(HealthEvent::SelfTestPassed, now);
+            trial.handle(HealthEvent::Joined, now);
+        };
+        serve(&mut trial, at(10));
+        assert_eq!(trial.poll_timeout(), Some(at(70)));
         // A restart of the runtime begins the time anew.
-        trial.handle(Sign::Ended, at(20));
-        assert_eq!(trial.judge(false, &mut slots, at(70)), Ok(None));
-        trial.handle(Sign::Registered, at(30));
-        assert_eq!(trial.judge(false, &mut slots, at(89)), Ok(None));
-        assert_eq!(trial.judge(false, &mut slots, at(90)), Ok(Some(Verdict::Confirmed)));
+        trial.handle(HealthEvent::Ended, at(20));
+        assert_eq!(trial.judge(&mut slots, at(70)), Ok(None));
+        serve(&mut trial, at(30));
+        assert_eq!(trial.judge(&mut slots, at(89)), Ok(None));
+        assert_eq!(trial.judge(&mut slots, at(90)), Ok(Some(Verdict::Confirmed)));
         let selected = slots.select().expect("one");
         assert_eq!(selected.record.state, State::Confirmed);
         assert!(Trial::new(&selected, Policy::default(), AFTER, at(0)).is_none());
@@ -315,14 +288,14 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let (mut slots, mut trial) = on_trial(&folder);
         for seconds in (0..299).step_by(10) {
-            trial.handle(Sign::Registered, at(seconds));
-            trial.handle(Sign::Ended, at(seconds + 5));
-            assert_eq!(trial.judge(false, &mut slots, at(seconds + 9)), Ok(None));
+            trial.handle(HealthEvent::Joined, at(seconds));
+            trial.handle(HealthEvent::Ended, at(seconds + 5));
+            assert_eq!(trial.judge(&mut slots, at(seconds + 9)), Ok(None));
         }
-        assert_eq!(trial.judge(false, &mut slots, at(300)), Ok(Some(Verdict::Failed)));
+        assert_eq!(trial.judge(&mut slots, at(300)), Ok(Some(Verdict::Failed)));
         let folder = tempfile::tempdir().expect("a folder");
         let (mut slots, mut trial) = on_trial(&folder);
-        assert!(trial.handle(Sign::Confirms, at(1)));
-        assert_eq!(trial.judge(true, &mut slots, at(1)), Ok(Some(Verdict::Confirmed)));
+        trial.handle(HealthEvent::Confirmed, at(1));
+        assert_eq!(trial.judge(&mut slots, at(1)), Ok(Some(Verdict::Confirmed)));
     }
 }

@@ -272,6 +272,10 @@ fn version_that_is_older_than_a_confirmed_one_does_not_serve() {
     machine.disks[1][10] ^= 1;
     machine.firmware.next = Some(Slot::A);
     assert!(matches!(machine.boot(), Ends::Refuses(_)), "an older epoch does not serve");
+    let error = machine.install(None, GOOD, 1).expect_err("older, over rshim");
+    assert!(error.contains("epoch 1") && error.contains("epoch 2"), "{error}");
+    machine.install(None, GOOD, 2).expect("installed");
+    assert!(matches!(machine.boot(), Ends::Serves { epoch: 2, .. }));
 }
 
 #[test]

@@ -156,6 +156,6 @@ fn any_reply(rng: &mut Rng, image: &Image) -> Reply {
         0 => Reply::Refused("no".into()),
         1 => Reply::Away,
         2 => Reply::Lost("cut".into()),
-        _ => Reply::Status(UpdateStatus { slots: SlotsStatus { running, images }, transfer }),
+        _ => Reply::Status(Box::new(UpdateStatus { slots: SlotsStatus { running, images }, transfer })),
     }
 }

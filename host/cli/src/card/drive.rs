@@ -94,7 +94,7 @@ pub(super) fn pursue(
             other => return Err(format!("unknown command {other:?}")),
         };
         let reply = match client.command(device, command) {
-            Ok(Ok(status)) => Reply::Status(status),
+            Ok(Ok(status)) => Reply::Status(Box::new(status)),
             // What is not there at first is a mistake; later, it may be restarting.
             Ok(Err(refusal @ UpdateRefusal::NotConnected { .. })) if !has_answered => return Err(refusal.to_string()),
             Ok(Err(refusal)) if refusal.is_away() => Reply::Away,

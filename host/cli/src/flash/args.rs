@@ -59,6 +59,9 @@ pub(crate) struct FlashArgs {
     /// Root file system for a vendor's installer, a file of xz, which follows the image and --config
     #[arg(long, value_name = "FILE", conflicts_with = "key")]
     pub(super) rootfs: Option<PathBuf>,
+    /// Run the image from the card's memory, until the next reset, instead of installing it on the card's disk
+    #[arg(long, requires = "key")]
+    pub(super) ram: bool,
     /// Update a card in NIC mode with a vendor's stream in flat format, until `In Enhanced NIC mode`. Meanwhile this
     /// host has no network through the card
     #[arg(long, conflicts_with_all = ["key", "until"])]
@@ -132,9 +135,14 @@ impl FlashArgs {
         }
     }
 
+    /// Return whether the image is installed in a slot of the card's disk: it is ours, and not to run from memory.
+    pub(super) fn installs_slot(&self) -> bool {
+        self.key.is_some() && !self.ram
+    }
+
     /// Return whether the image installs a system that starts again after a reset, as a vendor's installer does.
     pub(super) fn installs(&self) -> bool {
-        matches!(self.until(), Until::Rebooting | Until::NicMode)
+        self.installs_slot() || matches!(self.until(), Until::Rebooting | Until::NicMode)
     }
 
     /// Return what counts as success and as failure.

@@ -19,7 +19,7 @@ mod redfish;
 mod remote;
 mod show;
 mod table;
-mod tail;
+pub(crate) mod tail;
 mod targets;
 pub(crate) mod worker;
 
@@ -116,6 +116,9 @@ fn attempt(args: &FlashArgs, display: &Display) -> Result<(), Exit> {
     }
     if args.is_fleet() {
         return fleet::run(&mut job, key.as_ref());
+    }
+    if args.ram {
+        note!("note: the image runs from the card's memory, until the next reset");
     }
     let interrupts = Interrupts::watch()?;
     let card = Rshim::new(args.rshim.first().map_or("", String::as_str));

@@ -1,10 +1,14 @@
-//! What follows a boot stream: a device's key for our agent, or what a vendor's installer reads.
+//! What follows a boot stream: a device's key and the payload of a slot for our agent, or what a vendor's installer
+//! reads.
+//!
+//! The payload is made from the stream's own kernel and initramfs, and the stream's signed manifest has its digest.
 //!
 //! The installer takes the text up to the signature of an xz file as its configuration (`bf.cfg`), and the rest as a
 //! root file system. It runs the text as a shell script, so that none is sent with an image that is ours.
 
 use super::FlashArgs;
 use crate::exit::Failure;
+use crate::image;
 use anyhow::{Context, anyhow, ensure};
 use std::fs::File;
 use std::io::{self, Cursor, Read};
@@ -17,6 +21,9 @@ const XZ: &[u8] = b"\xfd7zXZ\0";
 
 /// Open what follows the stream. `key` are the bytes with the device's key, if there is one.
 pub(super) fn open<'a>(args: &FlashArgs, key: &'a [u8]) -> Result<Box<dyn Read + 'a>, Failure> {
+    if args.installs_slot() {
+        return Ok(Box::new(key.chain(image::payload(&args.image)?)));
+    }
     let config = args.config.as_deref().map_or(Ok(Vec::new()), config).map_err(Failure::Input)?;
     let tail = key.chain(Cursor::new(config));
     Ok(match args.rootfs.as_deref() {

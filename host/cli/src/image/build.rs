@@ -7,6 +7,8 @@ use crate::exit::Failure;
 use anyhow::{Context, anyhow};
 use clap::Args;
 use ed25519_dalek::SigningKey;
+use ed25519_dalek::pkcs8::EncodePublicKey;
+use ed25519_dalek::pkcs8::spki::der::pem::LineEnding;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use sumac_firmware::bfb::{Entry, ImageId, Source};
@@ -15,6 +17,9 @@ use sumac_firmware::recipe::{self, Recipe};
 
 /// The alignment of archives in an initramfs, in bytes.
 const ARCHIVE_ALIGNMENT: u64 = 4;
+
+/// The kernel argument with the public key, as the agent expects it.
+const UPDATE_KEY: &str = "sumac.update-key=";
 
 /// `sumac image build`.
 #[derive(Debug, Args)]
@@ -100,7 +105,7 @@ fn stream(args: &BuildArgs, kernel: &Path, initramfs: &Path, output: &Path) -> R
     let source = file(kernel)?;
     recipe::check_kernel(&source).map_err(|error| Failure::Input(anyhow!("--kernel {} {error}", kernel.display())))?;
     let mut recipe = Recipe::new(source, initramfs);
-    recipe.more_args.clone_from(&args.append);
+    recipe.more_args = arguments(&args.append, key.as_ref())?;
     recipe.put_into(&mut stream.builder).map_err(Failure::input)?;
     stream.add_manifest(version, args.manifest.epoch, key.as_ref())?;
     stream.write(output, key.as_ref(), &outputs)?.publish()?;
@@ -111,6 +116,18 @@ fn stream(args: &BuildArgs, kernel: &Path, initramfs: &Path, output: &Path) -> R
         note!("note: without --base, the stream contains no boot loader; a card needs one of its own to boot it");
     }
     Ok(())
+}
+
+/// Return the additional kernel arguments, with the key whose signature the card demands of what it installs.
+fn arguments(append: &str, key: Option<&SigningKey>) -> Result<String, Failure> {
+    match key {
+        Some(key) if !append.split_whitespace().any(|word| word.starts_with(UPDATE_KEY)) => {
+            let pem = key.verifying_key().to_public_key_pem(LineEnding::LF).map_err(Failure::run)?;
+            let line = pem.lines().nth(1).unwrap_or_default();
+            Ok(format!("{append} {UPDATE_KEY}{line}").trim_start().to_owned())
+        }
+        _ => Ok(append.to_owned()),
+    }
 }
 
 /// Take the images of a base; firmware updates only if they are to be kept.

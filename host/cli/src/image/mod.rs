@@ -10,8 +10,10 @@ mod file;
 mod initramfs;
 mod repack;
 mod show;
+mod tail;
 
 pub(crate) use file::{ImageFile, read_public_key};
+pub(crate) use tail::payload;
 
 use crate::board::{self, RunArgs};
 use crate::exit::Failure;
@@ -64,6 +66,10 @@ enum ImageCommand {
     /// Later inputs override earlier ones; --set and --text override all inputs. A manifest that no longer matches is
     /// dropped, unless --image-version requests a new one.
     Repack(repack::RepackArgs),
+    /// Write what `sumac flash` sends behind a boot stream: its manifest, and the payload for the card's slots
+    ///
+    /// For machines without rshim, where the agent reads it from a disk (`sumac.boot-fifo=/dev/vdb`).
+    Tail(tail::TailArgs),
     /// On a card: verify the files that the agent starts against their manifest
     ///
     /// The manifest is etc/sumac/manifest.json below the root. `image build --agent` writes it.
@@ -91,6 +97,7 @@ pub(crate) fn run(args: &ImageArgs) -> Result<(), Failure> {
         ImageCommand::Run(args) => board::run(args),
         ImageCommand::Extract(args) => extract::run(args),
         ImageCommand::Repack(args) => repack::run(args),
+        ImageCommand::Tail(args) => tail::run(args),
         ImageCommand::VerifyFiles(args) => verify_files(args),
     }
 }

@@ -1,6 +1,9 @@
 //! Keys of the settings: read, written, overridden, refused.
 
 use super::*;
+use crate::disks::Target;
+use std::time::Duration;
+use sumac_firmware::slots::Slot;
 
 const ALL: &str = "name=leaf0\ncontroller=127.0.0.1:7847\ninterface=p0\nip=10.0.2.15/24\ngateway=10.0.2.2\n\
     listen=7200\ndata=127.0.0.1:7300\nhost=10.0.2.2\nshards=2\ncores=2,3\npoll=busy\nverbs=mlx5_0:1\n\
@@ -94,6 +97,29 @@ fn command_line_overrides_and_foreign_words_are_ignored() {
     assert_eq!((line.store.as_deref(), line.keep), (Some("/dev/vda"), true));
     let settings = Settings::from_lines(ALL).expect("settings").overridden_by(&line.settings);
     assert_eq!(settings.to_lines(), ALL.replace("leaf0", "other"));
+}
+
+#[test]
+fn command_line_says_slot_disk_key_and_trial() {
+    // RFC 8410, 10.3.
+    let key = "sumac.update-key=MCowBQYDK2VwAyEAGb9ECWmEzf6FQbrBZ9w7lshQhqowtrbLDFw4rXAxZuE=";
+    let words = ["sumac.slot=B", "sumac.install=/dev/nvme0n1,erase", key, "sumac.trial=90", "sumac.name=d"];
+    let line = CommandLine::parse(words, PREFIX).expect("a command line");
+    assert_eq!((line.slot, line.trial.confirm_within), (Some(Slot::B), Duration::from_secs(90)));
+    assert_eq!(line.install, Target::parse("/dev/nvme0n1,erase").expect("a target"));
+    assert_eq!(line.update_key.map(|key| key.as_bytes()[..2].to_vec()), Some(vec![0x19, 0xbf]));
+    let none = CommandLine::parse([], PREFIX).expect("nothing");
+    assert_eq!((none.slot, none.update_key, none.trial.confirm_within.as_secs()), (None, None, 300));
+    for (word, named) in [
+        ("sumac.slot=C", "A or B"),
+        ("sumac.install=nvme0n1", "/dev/nvme0n1"),
+        ("sumac.update-key=x", "PEM file"),
+        ("sumac.trial=60", "from 90 to 86400"),
+        ("sumac.trial=x", "from 90 to 86400"),
+    ] {
+        let message = CommandLine::parse([word], PREFIX).expect_err(word).to_string();
+        assert!(message.contains(named), "{message}");
+    }
 }
 
 #[test]
