@@ -113,6 +113,7 @@
 //!   paths detect a mismatch as well.
 #![cfg_attr(not(any(feature = "std", test)), no_std)]
 
+pub mod atomic;
 mod crc;
 pub mod ctrl;
 pub mod dma;

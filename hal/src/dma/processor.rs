@@ -14,8 +14,9 @@ use super::{
     Address, Capabilities, Chain, Completion, Coverage, Engine, LocalMemory, Profile, RegionKey, Scope, Span, Status,
     Step, SubmitError,
 };
+use crate::atomic::AtomicU64;
 use core::slice;
-use core::sync::atomic::{AtomicU64, Ordering, fence};
+use core::sync::atomic::{Ordering, fence};
 use heapless::Deque;
 
 /// What is mapped at an index.

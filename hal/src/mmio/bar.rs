@@ -3,6 +3,7 @@
 //! Invariant: a `Bar` and all its queues lie within the memory that it was created from.
 
 use super::entry::{COMPLETION_WORDS, SUBMISSION_WORDS};
+use crate::atomic::AtomicU64;
 use crate::dma::{Capabilities, DtypeSet, OpSet, Profile};
 use crate::ids::BootId;
 use crate::ring::{Doorbell, Indices, Line, RingError, SharedRing, WakeThreshold};
@@ -10,7 +11,7 @@ use bitflags::bitflags;
 use core::marker::PhantomData;
 use core::mem::offset_of;
 use core::ptr::NonNull;
-use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use core::sync::atomic::{AtomicU32, Ordering};
 
 /// "SUMA" in ASCII, as a little-endian number.
 pub const MAGIC: u32 = u32::from_le_bytes(*b"SUMA");

@@ -4,8 +4,9 @@
 //! safety. Entries are copied word by word with relaxed ordering; the indices order them.
 
 use super::Memory;
+use crate::atomic::AtomicU64;
 use core::mem::offset_of;
-use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use core::sync::atomic::{AtomicU32, Ordering};
 
 /// The maximum capacity in entries; far below 2^31, so that index distances are unambiguous.
 pub const CAPACITY_MAX: u32 = 1 << 16;

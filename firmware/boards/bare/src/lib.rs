@@ -39,5 +39,7 @@ pub use control::{Control, ControlError, Entropy, REDIAL};
 #[cfg(feature = "faults")]
 pub use options::Fault;
 pub use options::{BoardOptions, OPTIONS_MAX_BYTES, OptionsError};
-pub use stack::{Buffers, MAX_PACKET_LEN_BYTES, RX_PACKETS, Room, RxPacket, Stack, TX_PACKETS};
+pub use stack::{
+    Buffers, MAX_PACKET_LEN_BYTES, PACKET_GUARANTEED_LEN_BYTES, RX_PACKETS, Room, RxPacket, Stack, TX_PACKETS,
+};
 pub use zero_copy::{ZeroCopyMemory, ZeroCopyServer, ZeroCopyTables};

@@ -19,15 +19,15 @@ use sumac_hal::time::Instant;
 /// The longest packet in bytes: an Ethernet frame of 1,500 bytes without IP's and UDP's headers.
 pub const MAX_PACKET_LEN_BYTES: usize = 1500 - 20 - 8;
 
-/// The capacity of the receive queue in packets.
+/// The capacity of the receive queue in packets, unless the buffers have another one.
 pub const RX_PACKETS: usize = 256;
 
-/// The capacity of the transmit queue in packets.
+/// The capacity of the transmit queue in packets, unless the buffers have another one.
 pub const TX_PACKETS: usize = 64;
 
 /// The bytes that each entry of the receive queue is guaranteed to hold: entries are as long as the longest packet, and
 /// packets of this length and more take one each.
-const GUARANTEED_LEN_BYTES: usize = 1024;
+pub const PACKET_GUARANTEED_LEN_BYTES: usize = 1024;
 
 /// Frames processed at most before `receive` reports that there is no packet, if they are not for the port.
 const FRAMES_PER_POLL: usize = 32;
@@ -35,26 +35,28 @@ const FRAMES_PER_POLL: usize = 32;
 /// The buffers of the control connection, in bytes.
 const CONTROL_BUFFER_BYTES: usize = 4096;
 
-/// The buffers of a stack: put them in a `static` cell.
+/// The buffers of a stack, for `RX` received packets and `TX` to be sent: put them in a `static` cell. They take 1.5
+/// KiB for each packet, and 8 KiB for the control connection.
 #[derive(Debug)]
-pub struct Buffers {
-    rx: [udp::PacketMetadata; RX_PACKETS],
-    rx_bytes: [[u8; MAX_PACKET_LEN_BYTES]; RX_PACKETS],
-    tx: [udp::PacketMetadata; TX_PACKETS],
-    tx_bytes: [[u8; MAX_PACKET_LEN_BYTES]; TX_PACKETS],
+pub struct Buffers<const RX: usize = RX_PACKETS, const TX: usize = TX_PACKETS> {
+    rx: [udp::PacketMetadata; RX],
+    rx_bytes: [[u8; MAX_PACKET_LEN_BYTES]; RX],
+    tx: [udp::PacketMetadata; TX],
+    tx_bytes: [[u8; MAX_PACKET_LEN_BYTES]; TX],
     control_rx: [u8; CONTROL_BUFFER_BYTES],
     control_tx: [u8; CONTROL_BUFFER_BYTES],
     sockets: [SocketStorage<'static>; 2],
 }
 
-impl Buffers {
+impl<const RX: usize, const TX: usize> Buffers<RX, TX> {
     /// Return empty buffers.
     pub const fn new() -> Self {
+        const { assert!(RX > 0 && TX > 0, "a stack without room moves no packets") };
         Self {
-            rx: [udp::PacketMetadata::EMPTY; RX_PACKETS],
-            rx_bytes: [[0; MAX_PACKET_LEN_BYTES]; RX_PACKETS],
-            tx: [udp::PacketMetadata::EMPTY; TX_PACKETS],
-            tx_bytes: [[0; MAX_PACKET_LEN_BYTES]; TX_PACKETS],
+            rx: [udp::PacketMetadata::EMPTY; RX],
+            rx_bytes: [[0; MAX_PACKET_LEN_BYTES]; RX],
+            tx: [udp::PacketMetadata::EMPTY; TX],
+            tx_bytes: [[0; MAX_PACKET_LEN_BYTES]; TX],
             control_rx: [0; CONTROL_BUFFER_BYTES],
             control_tx: [0; CONTROL_BUFFER_BYTES],
             sockets: [SocketStorage::EMPTY; 2],
@@ -62,7 +64,7 @@ impl Buffers {
     }
 }
 
-impl Default for Buffers {
+impl<const RX: usize, const TX: usize> Default for Buffers<RX, TX> {
     fn default() -> Self {
         Self::new()
     }
@@ -77,6 +79,9 @@ pub struct Stack<D: Device> {
     control: SocketHandle,
     gateway: Ipv4Addr,
     advertised: SocketAddrV4,
+    /// The capacities of the queues in packets.
+    rx_packets: usize,
+    tx_packets: usize,
     /// Packets queued since the transmit queue was last empty. smoltcp then restarts at the beginning of its ring, so
     /// the remaining entries are contiguous.
     queued: usize,
@@ -95,11 +100,11 @@ pub(crate) fn smoltcp_time(now: Instant) -> smoltcp::time::Instant {
 
 impl<D: Device> Stack<D> {
     /// Set up the interface of `device` with the MAC address `mac`; `seed` makes sequence numbers hard to predict.
-    pub fn new(
+    pub fn new<const RX: usize, const TX: usize>(
         mut device: D,
         mac: [u8; 6],
         options: &BoardOptions,
-        buffers: &'static mut Buffers,
+        buffers: &'static mut Buffers<RX, TX>,
         seed: u64,
         now: Instant,
     ) -> Self {
@@ -124,7 +129,8 @@ impl<D: Device> Stack<D> {
         let mut sockets = SocketSet::new(&mut sockets[..]);
         let (data, control) = (sockets.add(data), sockets.add(control));
         let (gateway, advertised) = (options.gateway, options.data);
-        Self { interface, device, sockets, data, control, gateway, advertised, queued: 0 }
+        let (rx_packets, tx_packets) = (RX, TX);
+        Self { interface, device, sockets, data, control, gateway, advertised, rx_packets, tx_packets, queued: 0 }
     }
 
     /// Return the address that peers send to.
@@ -172,7 +178,7 @@ impl<D: Device> Stack<D> {
 
     fn send_queued(&mut self, now: Instant) {
         // Each call sends one packet of each socket.
-        for _ in 0..TX_PACKETS {
+        for _ in 0..self.tx_packets {
             if self.interface.poll_egress(smoltcp_time(now), &mut self.device, &mut self.sockets) == PollResult::None {
                 break;
             }
@@ -204,7 +210,8 @@ impl<D: Device> Port for Stack<D> {
         Self: 'a;
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities::new(MAX_PACKET_LEN_BYTES, RX_PACKETS * GUARANTEED_LEN_BYTES, TX_PACKETS)
+        let buffered = self.rx_packets * PACKET_GUARANTEED_LEN_BYTES;
+        Capabilities::new(MAX_PACKET_LEN_BYTES, buffered, self.tx_packets)
     }
 
     fn receive(&mut self, now: Instant) -> Option<RxPacket<'_>> {
@@ -233,7 +240,7 @@ impl<D: Device> Port for Stack<D> {
     }
 
     fn room(&mut self, _now: Instant) -> usize {
-        TX_PACKETS.saturating_sub(self.queued)
+        self.tx_packets.saturating_sub(self.queued)
     }
 
     fn transmit_gather<'a>(&mut self, packets: impl Iterator<Item = Gather<'a>>, now: Instant) {

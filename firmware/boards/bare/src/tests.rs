@@ -2,7 +2,7 @@
 
 use crate::control::{Control, ControlError, REDIAL};
 use crate::options::{BoardOptions, OptionsError};
-use crate::stack::{Stack, TX_PACKETS};
+use crate::stack::{Buffers, RX_PACKETS, Stack, TX_PACKETS};
 use core::net::{Ipv4Addr, SocketAddr, SocketAddrV4};
 use core::num::NonZeroU32;
 use core::time::Duration;
@@ -142,14 +142,14 @@ impl Device for Nic {
     }
 }
 
-/// Stacks around one router.
+/// Stacks around one router, with buffers for these numbers of packets.
 #[derive(Default)]
-struct Bed {
+struct Bed<const RX: usize = RX_PACKETS, const TX: usize = TX_PACKETS> {
     router: Rc<RefCell<Router>>,
     now_us: u64,
 }
 
-impl Bed {
+impl<const RX: usize, const TX: usize> Bed<RX, TX> {
     fn options(place: usize) -> BoardOptions {
         let text = format!(
             "name=board-{place}\ncontroller=127.0.0.1:9\nip=10.0.{place}.2/24\ngateway=10.0.{place}.1\nlisten={PORT}"
@@ -165,11 +165,12 @@ impl Bed {
         router.places.insert(options.ip.address(), place);
         drop(router);
         let nic = Nic { router: Rc::clone(&self.router), place };
-        Stack::new(nic, mac(place).0, &options, Box::leak(Box::default()), place as u64, self.now())
+        let buffers = Box::leak(Box::<Buffers<RX, TX>>::default());
+        Stack::new(nic, mac(place).0, &options, buffers, place as u64, self.now())
     }
 }
 
-impl Bed {
+impl<const RX: usize, const TX: usize> Bed<RX, TX> {
     /// Resolve the next hops of a port's own and of an unreachable address. smoltcp sends one ARP request a second, and
     /// packets that wait for a reply delay the others. A board has one next hop, the gateway; the suite also has ports
     /// send to themselves.
@@ -185,11 +186,11 @@ impl Bed {
             port.flush(now);
             while take(port, now).is_some() {}
         }
-        assert_eq!(port.room(self.now()), TX_PACKETS, "both are resolved");
+        assert_eq!(port.room(self.now()), TX, "both are resolved");
     }
 }
 
-impl Testbed for Bed {
+impl<const RX: usize, const TX: usize> Testbed for Bed<RX, TX> {
     type Port = Stack<Nic>;
 
     fn ports(&mut self, n: usize) -> Vec<Stack<Nic>> {
@@ -219,7 +220,12 @@ impl Testbed for Bed {
 
 #[test]
 fn stack_passes_the_port_conformance_suite() {
-    if let Err(violation) = run(&mut Bed::default()) {
+    run(&mut Bed::<RX_PACKETS, TX_PACKETS>::default()).unwrap_or_else(|violation| panic!("{violation}"));
+}
+
+#[test]
+fn stack_with_small_buffers_passes_the_port_conformance_suite() {
+    if let Err(violation) = run(&mut Bed::<8, 4>::default()).and_then(|()| run(&mut Bed::<32, 16>::default())) {
         panic!("{violation}");
     }
 }
@@ -227,7 +233,7 @@ fn stack_passes_the_port_conformance_suite() {
 /// The addresses of an emulated machine's host.
 #[test]
 fn host_behind_the_gateway_is_loopback_in_both_directions() {
-    let mut bed = Bed::default();
+    let mut bed = Bed::<RX_PACKETS, TX_PACKETS>::default();
     let (mut board, host) = (bed.stack(), bed.stack());
     // The host's address is the gateway's.
     bed.router.borrow_mut().places.insert(Ipv4Addr::new(10, 0, 0, 1), 1);
@@ -271,7 +277,7 @@ const CONTROLLER: u16 = 4242;
 
 impl Controlled {
     fn new() -> Self {
-        let mut bed = Bed::default();
+        let mut bed = Bed::<RX_PACKETS, TX_PACKETS>::default();
         let (board, mut controller) = (bed.stack(), bed.stack());
         let address = SocketAddrV4::new(Ipv4Addr::new(10, 0, 1, 2), CONTROLLER);
         controller.control().0.listen(CONTROLLER).expect("a port");

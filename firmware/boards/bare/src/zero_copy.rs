@@ -28,11 +28,12 @@ mod admission;
 mod tests;
 
 use admission::AdmissionQueue;
-use core::sync::atomic::{AtomicU64, Ordering};
+use core::sync::atomic::Ordering;
 use core::time::Duration;
 use heapless::{Deque, Vec};
 use sumac_device::function::{self, FunctionError, Mappings};
 use sumac_device::{AttachError, Node};
+use sumac_hal::atomic::AtomicU64;
 use sumac_hal::ctrl::{GroupConfig, Refusal, ZeroCopyRefusal};
 use sumac_hal::dma::{Address, Capabilities, Completion, Engine, Processor, RegionKey, RegionTable, Span, Status, Tag};
 use sumac_hal::ids::{BootId, ChildIndex, FunctionId, GroupId};

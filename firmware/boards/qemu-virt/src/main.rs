@@ -27,18 +27,19 @@ use cpu::MAX_CORES;
 use heapless::Vec;
 use sumac_bare::{
     Board, BoardEvent, BoardOptions, Buffers, MAX_PACKET_LEN_BYTES, Mailbox, MailboxClient, MailboxServer,
-    OPTIONS_MAX_BYTES, RX_PACKETS, SecondaryShard, Stack, ZeroCopyMemory, ZeroCopyServer, ZeroCopyTables,
+    OPTIONS_MAX_BYTES, PACKET_GUARANTEED_LEN_BYTES, RX_PACKETS, SecondaryShard, Stack, ZeroCopyMemory, ZeroCopyServer,
+    ZeroCopyTables,
 };
 use sumac_device::{BufferRef, Memory, Node, NodeConfig, RedoSlot, Storage, ZeroCopyStorage};
 use sumac_hal::ctrl::StackUsage;
 use sumac_hal::ids::BootId;
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
-use sumac_virtio::{Frames, Nic, Slots};
+use sumac_virtio::{Frames, Nic, Pages, Slots};
 
 /// The board's virtio devices (QEMU's hw/arm/virt).
 // SAFETY: they are there, in the gigabyte that `cpu` maps as Device memory.
-const VIRTIO: Slots = unsafe { Slots::new(0x0a00_0000, 32, 48) };
+const VIRTIO: Slots = unsafe { Slots::new(0x0a00_0000, 0x200, 32, 48) };
 
 /// The maximum number of groups of a core.
 const GROUPS: usize = 16;
@@ -67,6 +68,8 @@ struct Core {
 
 static mut CORES: [Core; MAX_CORES] =
     [const { Core { tables: Memory::new(), buffers: Buffers::new(), frames: Frames::new() } }; MAX_CORES];
+/// Memory for the queues of a network card for each core, and of an entropy source.
+static mut PAGES: Pages<{ 6 * MAX_CORES + 2 }> = Pages::new();
 // Separate, because all-zero statics take no room in the image.
 static mut SLOT_MEMORY: [[u8; SLOT_MEMORY_BYTES]; MAX_CORES] = [[0; SLOT_MEMORY_BYTES]; MAX_CORES];
 /// The additional memory for zero-copy ranks, on the first core.
@@ -167,6 +170,8 @@ fn set_up() -> (&'static mut FirstBoard, BoardOptions) {
             Err(error) => panic!("options: {error}"),
         },
     };
+    // SAFETY: called once, on the first core; nothing else accesses it.
+    sumac_virtio::provide(unsafe { &mut *&raw mut PAGES });
     entropy::start(VIRTIO);
     // Without an entropy source, the start time distinguishes incarnations. It is no secret, and good for nothing else.
     let boot_id = entropy::bytes().map(u64::from_le_bytes);
@@ -308,7 +313,7 @@ fn shard(
         shard,
         boot_id,
         max_packet_len_bytes: MAX_PACKET_LEN_BYTES,
-        receive_buffer_bytes: RX_PACKETS * 1024,
+        receive_buffer_bytes: RX_PACKETS * PACKET_GUARANTEED_LEN_BYTES,
     };
     let storage = Storage { bytes: slot_memory, ..tables.storage() };
     let node = match zero_copy {

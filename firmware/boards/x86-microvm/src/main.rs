@@ -12,16 +12,17 @@ mod fw_cfg;
 use core::fmt::{self, Write};
 use core::sync::atomic::{AtomicU32, Ordering};
 use sumac_bare::{
-    Board, BoardEvent, BoardOptions, Buffers, MAX_PACKET_LEN_BYTES, OPTIONS_MAX_BYTES, RX_PACKETS, SingleShard, Stack,
+    Board, BoardEvent, BoardOptions, Buffers, MAX_PACKET_LEN_BYTES, OPTIONS_MAX_BYTES, PACKET_GUARANTEED_LEN_BYTES,
+    RX_PACKETS, SingleShard, Stack,
 };
 use sumac_device::{Memory, Node, NodeConfig, Storage};
 use sumac_hal::ids::BootId;
 use sumac_hal::shard::Shard;
-use sumac_virtio::{Frames, Nic, Slots};
+use sumac_virtio::{Frames, Nic, Pages, Slots};
 
 /// The board's virtio devices (QEMU's hw/i386/microvm); their interrupts are not used.
 // SAFETY: the devices are there, in the gigabyte that `cpu` maps uncached.
-const VIRTIO: Slots = unsafe { Slots::new(0xfeb0_0000, 8, 5) };
+const VIRTIO: Slots = unsafe { Slots::new(0xfeb0_0000, 0x200, 8, 5) };
 
 /// The maximum numbers of groups, children and slots, and the slots' memory in bytes.
 const GROUPS: usize = 8;
@@ -33,6 +34,8 @@ static mut TABLES: Memory<GROUPS, CHILDREN, SLOTS, 0> = Memory::new();
 static mut SLOT_MEMORY: [u8; SLOT_MEMORY_BYTES] = [0; SLOT_MEMORY_BYTES];
 static mut BUFFERS: Buffers = Buffers::new();
 static mut FRAMES: Frames = Frames::new();
+/// Memory for the queues of a network card and an entropy source.
+static mut PAGES: Pages<8> = Pages::new();
 
 /// A magic number and the count of incarnations, in memory that a reset preserves.
 #[unsafe(link_section = ".keep")]
@@ -71,6 +74,8 @@ extern "C" fn main() -> ! {
         Some(Err(error)) => panic!("options: {error}"),
         Some(Ok(options)) => options,
     };
+    // SAFETY: called once, on the only core; nothing else accesses it.
+    sumac_virtio::provide(unsafe { &mut *&raw mut PAGES });
     entropy::start(VIRTIO);
     // Without an entropy source, the start time distinguishes incarnations. It is no secret, and good for nothing else.
     let boot_id = entropy::bytes().map(u64::from_le_bytes);
@@ -85,7 +90,7 @@ extern "C" fn main() -> ! {
         shard: Shard::WHOLE,
         boot_id,
         max_packet_len_bytes: MAX_PACKET_LEN_BYTES,
-        receive_buffer_bytes: RX_PACKETS * 1024,
+        receive_buffer_bytes: RX_PACKETS * PACKET_GUARANTEED_LEN_BYTES,
     };
     let node = Node::new(config, Storage { bytes: slot_memory, ..tables.storage() });
     let mut board = Board::new(stack, node, SingleShard, None, &options, boot_id);

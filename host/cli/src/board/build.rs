@@ -17,6 +17,8 @@ pub(crate) enum BareBoard {
     QemuVirt,
     /// QEMU's microvm, x86-64: a minimal board
     X86Microvm,
+    /// QEMU's virt machine, riscv64: within 512 KiB of memory
+    RiscvVirt,
 }
 
 impl BareBoard {
@@ -25,6 +27,7 @@ impl BareBoard {
         match self {
             Self::QemuVirt => ("qemu-virt", "sumac-qemu-virt"),
             Self::X86Microvm => ("x86-microvm", "sumac-x86-microvm"),
+            Self::RiscvVirt => ("riscv-virt", "sumac-riscv-virt"),
         }
     }
 
@@ -32,6 +35,7 @@ impl BareBoard {
         match self {
             Self::QemuVirt => "aarch64-unknown-none",
             Self::X86Microvm => "x86_64-unknown-none",
+            Self::RiscvVirt => "riscv64gc-unknown-none-elf",
         }
     }
 }

@@ -18,7 +18,7 @@ use std::fmt::Write as _;
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::os::unix::process::CommandExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
@@ -90,7 +90,11 @@ pub(crate) fn emulate(args: &EmulateArgs) -> Result<(), Failure> {
 
 /// Return Debian's package with an emulator.
 fn package(program: &str) -> &'static str {
-    if program.contains("x86_64") { "qemu-system-x86" } else { "qemu-system-arm" }
+    match program {
+        program if program.contains("x86_64") => "qemu-system-x86",
+        program if program.contains("riscv64") => "qemu-system-misc",
+        _ => "qemu-system-arm",
+    }
 }
 
 /// Run a board until it ends or a signal arrives.
@@ -111,11 +115,11 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     }
     let log = match args.board {
         BareBoard::QemuVirt => Some(LogText::of_image(&image).map_err(Failure::Input)?),
-        BareBoard::X86Microvm if args.cores > 1 => {
+        BareBoard::X86Microvm | BareBoard::RiscvVirt if args.cores > 1 => {
             return Err(Failure::Input(anyhow!("--cores {}: this board has one core", args.cores)));
         }
-        // This board logs text, which needs no decoding.
-        BareBoard::X86Microvm => None,
+        // These boards log text, which needs no decoding.
+        BareBoard::X86Microvm | BareBoard::RiscvVirt => None,
     };
     let key = args.key.read()?;
     let folder = tempfile::tempdir().context("cannot create a folder for the board's options").map_err(Failure::Run)?;
@@ -137,7 +141,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     replace_private(&options, &lines).context("cannot write the board's options").map_err(Failure::Run)?;
     let mut command = cluster::supervised().map_err(Failure::run)?;
     command.arg("emulate").arg("--").args(qemu(args.board, port, args.cores));
-    command.arg("-fw_cfg").arg(format!("name=opt/sumac/options,file={}", options.display()));
+    command.args(pass(args.board, &options));
     command.args(bus.iter().flat_map(|(_, setup)| &setup.arguments));
     command.arg("-kernel").arg(&image).args(&args.qemu_arg);
     command.stdin(Stdio::null()).stdout(Stdio::piped());
@@ -198,6 +202,8 @@ fn qemu(board: BareBoard, port: u16, cores: u16) -> Vec<String> {
     let machine = match board {
         BareBoard::QemuVirt => "qemu-system-aarch64 -M virt -cpu cortex-a72 -m 128M",
         BareBoard::X86Microvm => "qemu-system-x86_64 -M microvm,acpi=off,rtc=off -accel tcg -cpu max -m 128M",
+        // In machine mode, without a firmware.
+        BareBoard::RiscvVirt => "qemu-system-riscv64 -M virt -bios none -m 128M",
     };
     // QEMU assigns the board's slots in reverse order, so the card of the last core comes first.
     let network = (0..cores).rev().map(|core| {
@@ -210,6 +216,17 @@ fn qemu(board: BareBoard, port: u16, cores: u16) -> Vec<String> {
     );
     let parts = [machine.to_owned()].into_iter().chain(network).chain([rest]);
     parts.flat_map(|part| part.split(' ').map(str::to_owned).collect::<Vec<_>>()).collect()
+}
+
+/// Return the arguments with which QEMU passes a file of options to the board.
+fn pass(board: BareBoard, options: &Path) -> [String; 2] {
+    let file = options.display();
+    match board {
+        BareBoard::QemuVirt | BareBoard::X86Microvm => {
+            ["-fw_cfg".into(), format!("name=opt/sumac/options,file={file}")]
+        }
+        BareBoard::RiscvVirt => ["-device".into(), format!("loader,file={file},addr=0x81000000,force-raw=on")],
+    }
 }
 
 /// Print the board's log until it ends or a signal arrives.
@@ -283,6 +300,7 @@ mod tests {
         let package = |board| package(&qemu(board, 7100, 1)[0]);
         assert_eq!(package(BareBoard::QemuVirt), "qemu-system-arm");
         assert_eq!(package(BareBoard::X86Microvm), "qemu-system-x86");
+        assert_eq!(package(BareBoard::RiscvVirt), "qemu-system-misc");
     }
 
     #[test]

@@ -63,6 +63,8 @@ enum BoardName {
     QemuVirt,
     /// QEMU's microvm (x86-64) without an operating system: an ELF file, built from the sources
     X86Microvm,
+    /// QEMU's virt machine (riscv64) without an operating system: an ELF file, built from the sources
+    RiscvVirt,
 }
 
 /// Build a boot stream or a board's image.
@@ -71,6 +73,7 @@ pub(super) fn run(args: &BuildArgs) -> Result<(), Failure> {
         BoardName::Bluefield => None,
         BoardName::QemuVirt => Some(BareBoard::QemuVirt),
         BoardName::X86Microvm => Some(BareBoard::X86Microvm),
+        BoardName::RiscvVirt => Some(BareBoard::RiscvVirt),
     };
     match (bare, &args.kernel, &args.initramfs, &args.output) {
         (Some(bare), None, None, output) if args.base.is_none() && args.agent.is_empty() => {
