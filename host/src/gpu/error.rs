@@ -78,7 +78,7 @@ pub enum Unavailable {
     Driver,
     /// The driver is too old.
     #[error(
-        "the driver supports CUDA {}.{}, but {}.{} is required; update it",
+        "the driver supports CUDA {}.{}, but {}.{} is required: update NVIDIA's driver to R550 or later",
         has / 1000, has % 1000 / 10, needs / 1000, needs % 1000 / 10
     )]
     OldDriver {
@@ -97,8 +97,9 @@ pub enum Unavailable {
     },
     /// Neither the compiler nor a compiled kernel is available.
     #[error(
-        "neither the compiler nvrtc nor the compiled kernel {wanted} is available: install nvidia-cuda-nvrtc and put \
-         its folder into LD_LIBRARY_PATH, or name the folder of the compiled kernels"
+        "neither the compiler nvrtc nor the compiled kernel {wanted} is available: install nvidia-cuda-nvrtc-cu12 and \
+         put its folder into LD_LIBRARY_PATH, or name the folder of the compiled kernels; where the file is called \
+         libnvrtc.so.13, put a link libnvrtc.so beside it"
     )]
     Compiler {
         /// The missing file.

@@ -15,6 +15,9 @@ use sumac_hal::reduce::Kernel;
 /// The first architecture with a reducing copy engine.
 pub const BULK_ARCH: u32 = 90;
 
+/// The version of shipped PTX: the newest that drivers for CUDA 12.4 compile ("PTX ISA", release notes).
+pub const SHIPPED_PTX_VERSION: (u32, u32) = (8, 4);
+
 /// A source, its name, and the definitions of a kernel.
 struct Source {
     text: &'static str,
@@ -58,6 +61,13 @@ impl CompiledKernel {
 
     /// File name of the matrix product's PTX.
     pub const PRODUCT_FILE_NAME: &str = "product.ptx";
+
+    /// Return the version in the text of PTX, as in `.version 8.4`.
+    pub fn ptx_version(&self) -> Option<(u32, u32)> {
+        let text = String::from_utf8_lossy(&self.bytes);
+        let (major, minor) = text.lines().find_map(|line| line.strip_prefix(".version "))?.trim().split_once('.')?;
+        Some((major.parse().ok()?, minor.parse().ok()?))
+    }
 
     /// Return the code.
     pub fn bytes(&self) -> &[u8] {
@@ -115,8 +125,41 @@ pub fn is_available() -> bool {
     unsafe { sys::is_culib_present() }
 }
 
-/// Return the target for a GPU of this capability.
-pub(super) fn best_target(capability: u32) -> Result<Target, GpuError> {
+/// Return the CUDA version of the compiler, as the driver counts: 12040 for 12.4.
+///
+/// # Errors
+/// The compiler's error. It must be available.
+fn version() -> Result<i32, GpuError> {
+    let (mut major, mut minor) = (0, 0);
+    // SAFETY: it writes two integers.
+    named(unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor) }, "its version")?;
+    Ok(1000 * major + 10 * minor)
+}
+
+/// Check that a driver for CUDA `driver` loads what a compiler of CUDA `compiler` makes: machine code within a major
+/// version, PTX up to its own version ("CUDA Compatibility", minor version compatibility).
+pub(super) fn check_loadable(target: Target, compiler: i32, driver: i32) -> Result<Target, GpuError> {
+    let is_loadable = match target {
+        Target::Sass(_) => compiler / 1000 <= driver / 1000,
+        Target::Ptx(_) => compiler <= driver,
+    };
+    if is_loadable {
+        return Ok(target);
+    }
+    let name = |version: i32| format!("{}.{}", version / 1000, version % 1000 / 10);
+    Err(GpuError::Kernel {
+        kernel: format!("{target:?}"),
+        why: format!(
+            "the driver, for CUDA {}, does not load code of nvrtc {}; update the driver, or install an nvrtc of its \
+             version or older (nvidia-cuda-nvrtc-cu12)",
+            name(driver),
+            name(compiler)
+        ),
+    })
+}
+
+/// Return the target for a GPU of this capability, which a driver for CUDA `driver` loads.
+pub(super) fn best_target(capability: u32, driver: i32) -> Result<Target, GpuError> {
     let mut count = 0;
     // SAFETY: it writes one integer.
     named(unsafe { sys::nvrtcGetNumSupportedArchs(&raw mut count) }, "its architectures")?;
@@ -125,8 +168,8 @@ pub(super) fn best_target(capability: u32) -> Result<Target, GpuError> {
     named(unsafe { sys::nvrtcGetSupportedArchs(known.as_mut_ptr()) }, "its architectures")?;
     let known = known.into_iter().filter_map(|arch| u32::try_from(arch).ok());
     match known.filter(|&arch| arch <= capability).max() {
-        Some(arch) if arch == capability => Ok(Target::Sass(arch)),
-        Some(arch) => Ok(Target::Ptx(arch)),
+        Some(arch) if arch == capability => check_loadable(Target::Sass(arch), version()?, driver),
+        Some(arch) => check_loadable(Target::Ptx(arch), version()?, driver),
         None => Err(GpuError::Kernel {
             kernel: format!("a GPU of capability {}.{}", capability / 10, capability % 10),
             why: "the compiler supports only newer ones; use an older nvrtc".into(),

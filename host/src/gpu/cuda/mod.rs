@@ -41,8 +41,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use sumac_hal::op::{Dtype, ReduceOp};
 use sumac_hal::reduce::Kernel;
 
-/// The oldest CUDA version that a driver must support: the one whose symbols this is built for.
-const NEEDED_VERSION: i32 = 13_000;
+/// The CUDA version that a driver must support, 12.4 (R550): the one whose symbols this is built for, and that loads
+/// shipped PTX ([`compile::SHIPPED_PTX_VERSION`]).
+const NEEDED_VERSION: i32 = 12_040;
 
 /// Selects the GPU and the source of its kernels.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -223,7 +224,7 @@ impl Cuda {
         compile: impl FnOnce(Target) -> Result<CompiledKernel, GpuError>,
     ) -> Result<CompiledKernel, GpuError> {
         compile::provide(&self.options, compile::is_available(), file_name, || {
-            compile(compile::best_target(self.capability)?)
+            compile(compile::best_target(self.capability, driver_version()?)?)
         })
     }
 }
@@ -234,10 +235,11 @@ fn check_driver() -> Result<(), GpuError> {
     if !unsafe { sys::is_culib_present() } {
         return Err(Unavailable::Driver.into());
     }
-    match driver_version()? {
-        has if has < NEEDED_VERSION => Err(Unavailable::OldDriver { has, needs: NEEDED_VERSION }.into()),
-        _ => Ok(()),
-    }
+    supported(driver_version()?).map_err(GpuError::from)
+}
+
+fn supported(has: i32) -> Result<(), Unavailable> {
+    if has < NEEDED_VERSION { Err(Unavailable::OldDriver { has, needs: NEEDED_VERSION }) } else { Ok(()) }
 }
 
 /// Return the newest CUDA that the driver supports: 13000 for 13.0.

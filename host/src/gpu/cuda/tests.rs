@@ -14,6 +14,54 @@ fn missing_gpu_is_reported() {
 }
 
 #[test]
+fn drivers_for_cuda_12_4_and_later_are_supported_and_older_ones_named() {
+    for has in [12_040, 12_080, 12_090, 13_000] {
+        assert_eq!(supported(has), Ok(()));
+    }
+    for (has, text) in [(12_030, "CUDA 12.3"), (11_080, "CUDA 11.8")] {
+        let error = supported(has).expect_err("too old").to_string();
+        assert!(error.contains(text) && error.contains("12.4 is required") && error.contains("R550"), "{error}");
+    }
+}
+
+/// Code of a compiler that is newer than the driver does not load: what was shipped is used instead.
+#[test]
+fn code_of_a_compiler_that_is_newer_than_the_driver_is_refused_with_both_versions() {
+    let (sass, ptx) = (Target::Sass(90), Target::Ptx(90));
+    for (target, compiler, driver) in [
+        (sass, 12_040, 12_040),
+        (sass, 12_090, 12_040),
+        (sass, 12_040, 13_000),
+        (ptx, 12_040, 12_040),
+        (ptx, 12_040, 13_000),
+    ] {
+        assert_eq!(compile::check_loadable(target, compiler, driver), Ok(target));
+    }
+    for (target, compiler, driver) in [(sass, 13_000, 12_090), (ptx, 12_080, 12_040), (ptx, 13_000, 12_090)] {
+        let error = compile::check_loadable(target, compiler, driver).expect_err("too new").to_string();
+        assert!(error.contains("nvrtc 1") && error.contains("for CUDA 12."), "{error}");
+    }
+}
+
+/// What `tests/gpu/compile` has written.
+#[test]
+#[ignore = "needs the folder of compiled kernels in SUMAC_PTX; tests/gpu/compile runs it"]
+fn shipped_ptx_has_the_version_that_the_oldest_driver_compiles() {
+    let folder = std::env::var_os("SUMAC_PTX").expect("SUMAC_PTX names the folder");
+    let mut count = 0;
+    for entry in std::fs::read_dir(folder).expect("a folder") {
+        let path = entry.expect("a file").path();
+        let code = CompiledKernel::of_ptx(std::fs::read_to_string(&path).expect("text"));
+        assert_eq!(code.ptx_version(), Some(compile::SHIPPED_PTX_VERSION), "{}", path.display());
+        count += 1;
+    }
+    assert!(count > 100, "{count} kernels");
+    let version = |text: &str| CompiledKernel::of_ptx(text.into()).ptx_version();
+    assert_eq!(version("// by nvrtc\n.version 9.0\n.target sm_80\n"), Some((9, 0)));
+    assert_eq!(version("// nothing"), None);
+}
+
+#[test]
 fn missing_compiler_is_reported() {
     let kernel = Kernel::new(Dtype::F32, ReduceOp::Sum).expect("supported");
     match compile::compile(&kernel, Target::Sass(90)) {
