@@ -11,7 +11,8 @@ use super::trace::{Kind, Trace};
 use super::{Fused, Gpu, Part};
 use crate::schedule::Schedule;
 use std::sync::Arc;
-use sumac_hal::op::{OpDesc, Path};
+use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
+use sumac_hal::reduce::Kernel;
 
 /// Destination and source of a copy.
 pub(super) type Pair<'a, M> = (Part<'a, M>, Part<'a, M>);
@@ -94,7 +95,8 @@ impl<G: Gpu> Plan<G> {
                 let event = self.events[earlier].as_ref();
                 event.map_or(Ok(()), |event| gpu.wait(stream, event))?;
             }
-            let enqueue = || enqueue_op(gpu, stream, op, &memory, (self.kernel.as_deref(), self.program.ranks as u32));
+            let passes = Passes { kernel: self.kernel.as_deref(), mover: None, ranks: self.program.ranks as u32 };
+            let enqueue = || enqueue_op(gpu, stream, op, &memory, &passes);
             match trace {
                 None => enqueue()?,
                 Some(trace) => {
@@ -150,26 +152,47 @@ impl<G: Gpu> Plan<G> {
     }
 }
 
-/// Enqueue one operation of a program of `ranks` ranks.
+/// Code of a program's passes.
+pub(super) struct Passes<'a, K> {
+    /// The kernel of its type and operator.
+    pub(super) kernel: Option<&'a K>,
+    /// The kernel that copies bytes ([`mover`]), where copies must end with a stop; otherwise the driver copies.
+    pub(super) mover: Option<&'a K>,
+    /// The number of ranks.
+    pub(super) ranks: u32,
+}
+
+/// Return the kernel whose passes without an operand copy bytes.
+pub(super) fn mover() -> Option<Kernel> {
+    Kernel::new(Dtype::U8, ReduceOp::Max)
+}
+
+/// Enqueue one operation of a program.
 pub(super) fn enqueue_op<G: Gpu>(
     gpu: &G,
     stream: &G::Stream,
     op: &Op,
     memory: &ProgramMemory<'_, G::Memory>,
-    (kernel, ranks): (Option<&G::Kernel>, u32),
+    passes: &Passes<'_, G::Kernel>,
 ) -> Result<(), GpuError> {
     let none = || GpuError::Invalid("a program for other memory".into());
     let part = |piece: &Piece| memory.part(piece.rank, piece.store, &piece.bytes).ok_or_else(none);
     let (from, to) = (part(&op.from)?, part(&op.to)?);
     match &op.kind {
-        OpKind::Copy => gpu.copy(stream, to, from),
+        OpKind::Copy => match passes.mover {
+            None => gpu.copy(stream, to, from),
+            Some(mover) => {
+                let (is_partial, own, is_finished, count) = (false, None, true, from.len_bytes);
+                gpu.land(stream, mover, &Fused { from, is_partial, own, to, is_finished, count, ranks: 1 })
+            }
+        },
         OpKind::Land { is_partial, own, is_finished, count } => {
-            let kernel = kernel.ok_or_else(none)?;
+            let kernel = passes.kernel.ok_or_else(none)?;
             let own = match own {
                 Some((piece, is_partial)) => Some((part(piece)?, *is_partial)),
                 None => None,
             };
-            let (is_partial, is_finished, count) = (*is_partial, *is_finished, *count);
+            let (is_partial, is_finished, count, ranks) = (*is_partial, *is_finished, *count, passes.ranks);
             gpu.land(stream, kernel, &Fused { from, is_partial, own, to, is_finished, count, ranks })
         }
     }

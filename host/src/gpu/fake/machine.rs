@@ -22,6 +22,10 @@ pub(super) struct Machine {
     pub(super) nccl: Library,
     /// Whether all streams of a process share one queue of the hardware.
     pub(super) has_one_queue: bool,
+    /// Whether copies to other processes' memory arrive late.
+    pub(super) delays_copies: bool,
+    /// Processes that were killed, and whose memory the others still have open.
+    pub(super) killed: BTreeSet<u64>,
 }
 
 /// How long a call blocks that on hardware would never return.
@@ -111,6 +115,26 @@ impl FakeGpu {
     /// Make this process lose its GPU: nothing that it has enqueued runs any more.
     pub fn lose(&self, why: &str) {
         self.lock().faults.insert(self.process, GpuError::Lost(why.into()));
+    }
+
+    /// Let copies to other processes' memory arrive after words that were written behind them, as on GPUs that cannot
+    /// flush remote writes.
+    pub fn delay_copies(&self) {
+        self.lock().machine.delays_copies = true;
+    }
+
+    /// Kill this process: its streams stop where they are, but its memory stays while other processes have it open.
+    pub fn kill_mapped(&self) {
+        let process = self.process;
+        let state = &mut *self.lock();
+        state.machine.killed.insert(process);
+        state.faults.insert(process, GpuError::Lost("the process was killed".into()));
+        state.streams.iter_mut().filter(|stream| stream.process == process).for_each(|stream| stream.queue.clear());
+    }
+
+    /// Return how often stopped processes have read the memory of killed ones.
+    pub fn reads_of_killed(&self) -> usize {
+        self.lock().reads_of_killed
     }
 
     /// Kill this process: its streams stop where they are, and its memory is gone.

@@ -131,6 +131,9 @@ pub(super) struct State {
     pub(super) graveyards: BTreeMap<u64, Graveyard<Dead>>,
     /// Calls that on hardware would not have returned.
     pub(super) blocked: Vec<String>,
+    /// Copies to other processes' memory that have not arrived.
+    late: Vec<(Place, Vec<u8>)>,
+    pub(super) reads_of_killed: usize,
 }
 
 impl State {
@@ -176,6 +179,10 @@ impl State {
     pub(super) fn run_some(&mut self) {
         for _ in 0..self.draw(8) + 1 {
             let ready: Vec<usize> = (0..self.streams.len()).filter(|&stream| self.is_ready(stream)).collect();
+            if !self.late.is_empty() && (ready.is_empty() || self.draw(8) == 0) {
+                self.arrive();
+                continue;
+            }
             if ready.is_empty() {
                 return;
             }
@@ -189,6 +196,13 @@ impl State {
                 }
             }
         }
+    }
+
+    /// Let one late copy arrive; they keep their order.
+    fn arrive(&mut self) {
+        let (to, bytes) = self.late.remove(0);
+        let block = self.memory.get_mut(&to.id);
+        block.and_then(|block| block.bytes.get_mut(to.bytes)).into_iter().for_each(|to| to.copy_from_slice(&bytes));
     }
 
     fn is_ready(&self, stream: usize) -> bool {
@@ -258,7 +272,16 @@ impl State {
         match task {
             Task::Copy { to, from } => {
                 let bytes = self.read(process, &from)?.to_vec();
-                self.write(process, &to)?.copy_from_slice(&bytes);
+                let owner = |place: &Place| self.memory.get(&place.id).map(|block| block.process);
+                let (reads_killed, is_remote) =
+                    (owner(&from).is_some_and(|of| self.machine.killed.contains(&of)), owner(&to) != Some(process));
+                self.reads_of_killed += usize::from(reads_killed && self.stopped.contains(&process));
+                if self.machine.delays_copies && is_remote {
+                    self.write(process, &to)?;
+                    self.late.push((to, bytes));
+                } else {
+                    self.write(process, &to)?.copy_from_slice(&bytes);
+                }
             }
             Task::Land(land) => {
                 self.passes.0 += 1;

@@ -1,9 +1,12 @@
 //! Layout of the words by which ranks synchronize.
 //!
 //! A page has four words for each rank, written by that rank: its progress counter, then, at the end of an operation,
-//! the operation's signature and whether it has given up; the fourth is unused. A rank's banner holds the second and
-//! third, and its stream copies them into all pages. Only the host writes the given-up word, so that work enqueued
-//! before a rank gave up cannot report success.
+//! its outcome: the operation's signature, whether the rank has given up, and the counter's value at the end. A rank's
+//! banner holds an outcome, and its stream copies it into all pages. Only the host writes the given-up word, so that
+//! work enqueued before a rank gave up cannot report success.
+//!
+//! The number is part of what it is about, and its last word, so that who has seen it has the whole outcome, in
+//! whatever order the writes of the counter and of the outcome arrive.
 
 use crate::gpu::Part;
 
@@ -11,7 +14,7 @@ use crate::gpu::Part;
 pub(super) const ENTRY_BYTES: usize = 16;
 
 /// Length of a banner in bytes.
-pub(super) const BANNER_BYTES: usize = 8;
+pub(super) const BANNER_BYTES: usize = 12;
 
 const WORD_BYTES: usize = 4;
 
@@ -20,7 +23,12 @@ pub(super) const fn counter<M>(page: &M, of: usize) -> Part<'_, M> {
     Part { memory: page, at: of * ENTRY_BYTES, len_bytes: WORD_BYTES }
 }
 
-/// Return a rank's signature and given-up words.
+/// Return the number of a rank's outcome in a page.
+pub(super) const fn published<M>(page: &M, of: usize) -> Part<'_, M> {
+    Part { memory: page, at: of * ENTRY_BYTES + 3 * WORD_BYTES, len_bytes: WORD_BYTES }
+}
+
+/// Return a rank's outcome.
 pub(super) const fn outcome<M>(page: &M, of: usize) -> Part<'_, M> {
     Part { memory: page, at: of * ENTRY_BYTES + WORD_BYTES, len_bytes: BANNER_BYTES }
 }
@@ -38,6 +46,11 @@ pub(super) const fn signature<M>(banner: &M) -> Part<'_, M> {
 /// Return the banner's given-up word.
 pub(super) const fn given_up<M>(banner: &M) -> Part<'_, M> {
     Part { memory: banner, at: WORD_BYTES, len_bytes: WORD_BYTES }
+}
+
+/// Return the banner's number.
+pub(super) const fn sequence<M>(banner: &M) -> Part<'_, M> {
+    Part { memory: banner, at: 2 * WORD_BYTES, len_bytes: WORD_BYTES }
 }
 
 /// Return the banner.

@@ -4,7 +4,7 @@ use super::page;
 use super::{PeerError, Peered};
 use crate::gpu::GpuError;
 use crate::gpu::buffers::{GpuBuffers, ProgramMemory};
-use crate::gpu::plan::enqueue_op;
+use crate::gpu::plan::{Passes, enqueue_op};
 use crate::gpu::program::Program;
 use crate::gpu::trace::{Kind, Trace};
 use crate::schedule::Schedule;
@@ -15,6 +15,8 @@ pub(super) struct PeerPlan<G: Peered> {
     pub(super) schedules: Vec<Schedule>,
     pub(super) program: Program,
     pub(super) kernel: Option<Arc<G::Kernel>>,
+    /// Copies bytes, until a stop: the driver's copies would go on reading memory of a process that has died.
+    mover: Option<Arc<G::Kernel>>,
     awaited_by: Vec<Vec<usize>>,
 }
 
@@ -37,7 +39,11 @@ pub(super) struct PlanRun<'a, M> {
 }
 
 impl<G: Peered> PeerPlan<G> {
-    pub(super) fn new(schedules: Vec<Schedule>, program: Program, kernel: Option<Arc<G::Kernel>>) -> Self {
+    pub(super) fn new(
+        schedules: Vec<Schedule>,
+        program: Program,
+        [kernel, mover]: [Option<Arc<G::Kernel>>; 2],
+    ) -> Self {
         let mut awaited_by: Vec<Vec<usize>> = vec![Vec::new(); program.ops.len()];
         for op in &program.ops {
             for &earlier in op.waits.iter().filter(|&&earlier| program.ops[earlier].stream() != op.stream()) {
@@ -46,7 +52,7 @@ impl<G: Peered> PeerPlan<G> {
                 }
             }
         }
-        Self { schedules, program, kernel, awaited_by }
+        Self { schedules, program, kernel, mover, awaited_by }
     }
 
     /// Return by how much one run advances the counters: entry, operations, end.
@@ -63,7 +69,9 @@ impl<G: Peered> PeerPlan<G> {
         trace: &mut Option<Trace<G>>,
     ) -> Result<(), PeerError> {
         let PlanRun { me, words, signature, base, .. } = *run;
+        let end = base.wrapping_add(self.steps());
         gpu.signal(stream, page::signature(&words.banner), signature)?;
+        gpu.signal(stream, page::sequence(&words.banner), end)?;
         self.barrier(gpu, stream, run, base.wrapping_add(1))?;
         let memory = ProgramMemory { buffers: run.buffers, work: run.work };
         let at = |op: usize| base.wrapping_add(2).wrapping_add(op as u32);
@@ -76,8 +84,8 @@ impl<G: Peered> PeerPlan<G> {
                 }
             }
             let enqueue = || {
-                let kernel = (self.kernel.as_deref(), self.program.ranks as u32);
-                enqueue_op(gpu, stream, op, &memory, kernel)
+                let (kernel, mover) = (self.kernel.as_deref(), self.mover.as_deref());
+                enqueue_op(gpu, stream, op, &memory, &Passes { kernel, mover, ranks: self.program.ranks as u32 })
             };
             match trace {
                 None => enqueue()?,
@@ -87,11 +95,16 @@ impl<G: Peered> PeerPlan<G> {
                 gpu.signal(stream, page::counter(&words.pages[peer], me), at(index))?;
             }
         }
-        // Publish this rank's signature and given-up word in all pages, its own included.
+        // Publish this rank's outcome in all pages, its own included.
         for page in &words.pages {
             gpu.copy(stream, page::outcome(page, me), page::banner(&words.banner))?;
         }
-        self.barrier(gpu, stream, run, base.wrapping_add(self.steps()))
+        self.barrier(gpu, stream, run, end)?;
+        // A GPU that cannot flush remote writes may show a counter before the outcome that was written before it. The
+        // outcome has a number of its own.
+        let own = &words.pages[me];
+        (0..words.pages.len()).try_for_each(|peer| gpu.await_signal(stream, page::published(own, peer), end))?;
+        Ok(())
     }
 
     /// Barrier: signal that this rank has reached a point, and wait until all have.

@@ -7,10 +7,12 @@ use super::{Bootstrap, PeerError, PeerFacts, Peered, WhyStaged, page};
 use crate::gpu::GpuError;
 use crate::gpu::group::{PLANS_MAX, kernel_of, schedules};
 use crate::gpu::nccl::Nccl;
+use crate::gpu::plan::mover;
 use crate::gpu::program::Program;
 use std::sync::Arc;
 use std::time::Instant;
 use sumac_hal::op::{OpDesc, Path};
+use sumac_hal::reduce::Kernel;
 
 impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
     /// Return the program of an operation, cached or new.
@@ -22,23 +24,24 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
         let schedules = schedules(desc, path, &self.selection)?;
         let pieces = self.options.group.piece_bytes;
         let program = Program::new(&schedules, desc.element_bytes(), kernel.as_ref(), true, pieces)?;
-        let code = match kernel {
-            None => None,
-            Some(kernel) => Some(match self.kernels.get(&kernel) {
-                Some(code) => Arc::clone(code),
-                None => {
-                    let code = Arc::new(self.gpu.load(&kernel)?);
-                    self.kernels.insert(kernel, Arc::clone(&code));
-                    code
-                }
-            }),
-        };
-        let plan = Arc::new(PeerPlan::new(schedules, program, code));
+        let code = kernel.map(|kernel| self.kernel(kernel)).transpose()?;
+        let mover = mover().map(|kernel| self.kernel(kernel)).transpose()?;
+        let plan = Arc::new(PeerPlan::new(schedules, program, [code, mover]));
         if self.plans.len() >= PLANS_MAX {
             self.plans.clear();
         }
         self.plans.insert((*desc, path), Arc::clone(&plan));
         Ok(plan)
+    }
+
+    /// Return the code of a kernel, cached or new.
+    fn kernel(&mut self, kernel: Kernel) -> Result<Arc<G::Kernel>, GpuError> {
+        if let Some(code) = self.kernels.get(&kernel) {
+            return Ok(Arc::clone(code));
+        }
+        let code = Arc::new(self.gpu.load(&kernel)?);
+        self.kernels.insert(kernel, Arc::clone(&code));
+        Ok(code)
     }
 
     /// Allocate memory for partial values. All ranks know how much each needs, and export it together.

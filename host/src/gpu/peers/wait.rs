@@ -258,6 +258,7 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
                 let ahead = flight.base.wrapping_add(page::FAR_AHEAD);
                 for rank in 0..self.facts.len() {
                     self.gpu.set_now(page::counter(&words.pages[self.me], rank), &[ahead])?;
+                    self.gpu.set_now(page::published(&words.pages[self.me], rank), &[ahead])?;
                 }
             }
             // After the own waits: an abort waits for all streams of the process.

@@ -164,6 +164,60 @@ fn dead_process_ends_the_others_with_an_error() {
     assert!(outcomes[..2].iter().flatten().any(|end| matches!(end, PeerError::Gpu(GpuError::IllegalAddress(_)))));
 }
 
+/// The end of an operation is two writes to each page, which may arrive in either order.
+#[test]
+fn outcome_that_arrives_behind_its_counter_is_waited_for() {
+    for seed in 0..50 {
+        let gpus = processes(seed, &[0, 1]);
+        gpus[0].delay_copies();
+        let outcomes = each(&gpus, &small(), |rank, peers, shared| {
+            let gpu = peers.gpu().clone();
+            let work = peers.start(shared, (&SUM, Algo::Ring), &[], long_deadline()).expect("started");
+            peers.wait(work, long_deadline()).expect("the outcomes of both ranks");
+            // The next one has the same signature, and rank 0 gives it up.
+            let (producer, produced) = (gpu.stream().expect("a stream"), gpu.event().expect("an event"));
+            let gate = gpu.gate(&producer);
+            gpu.record(&produced, &producer).expect("recorded");
+            let after: &[_] = if rank == 0 { &[&produced] } else { &[] };
+            let work = peers.start(shared, (&SUM, Algo::Ring), after, long_deadline()).expect("started");
+            if rank == 0 {
+                peers.canceller().cancel();
+                gate.open();
+            }
+            let end = peers.wait(work, long_deadline());
+            let found = gpu.download_now(&shared.own);
+            barrier(peers);
+            (end, found)
+        });
+        let twice = sum_of(Dtype::F32, ReduceOp::Sum, 2, 50);
+        let twice = twice.as_chunks().0.iter().flat_map(|sum| (f32::from_le_bytes(*sum) * 2.0).to_le_bytes());
+        let twice: Vec<u8> = twice.collect();
+        for (end, found) in outcomes {
+            assert!(end.is_err() || found == twice, "seed {seed}: done without the sum");
+        }
+    }
+}
+
+/// The driver's copies would go on reading it when passes have stopped.
+#[test]
+fn memory_of_a_killed_process_is_not_read_after_a_stop() {
+    let gpus = processes(11, &[0, 1, 2]);
+    each(&gpus, &small(), |rank, peers, shared| {
+        barrier(peers);
+        if rank == 2 {
+            peers.gpu().kill_mapped();
+            barrier(peers);
+            barrier(peers);
+            return;
+        }
+        barrier(peers);
+        let work = peers.start(shared, (&SUM, Algo::Ring), &[], long_deadline()).expect("started");
+        peers.wait(work, Instant::now() + Duration::from_millis(100)).expect_err("rank 2 is dead");
+        barrier(peers);
+    });
+    assert_eq!(gpus[0].reads_of_killed(), 0, "copies from the killed rank's memory");
+}
+
 #[test]
 fn hanging_nccl_is_aborted() {
     let options = PeerOptions { nccl: true, ..small() };
