@@ -20,14 +20,14 @@ use crate::cluster::{self, ClusterConfig, Supervisor};
 use crate::exit::Failure;
 use crate::key::KeyOption;
 use crate::layout::Layout;
-use crate::options::{self, Links, Transport};
+use crate::options::{self, ANY_LINK, Links, Transport};
 use crate::size::SizeBytes;
 use crate::stats;
 use anyhow::{anyhow, ensure};
 use clap::Args;
 use indicatif::ProgressBar;
 use link::{Flows, Link, Measured, Row};
-use probe::{Probe, ProbeError};
+use probe::{Probe, ProbeError, Route};
 use snapshot::Snapshot;
 use std::collections::BTreeMap;
 use std::io::{self, Write};
@@ -90,7 +90,11 @@ pub(crate) struct SelftestArgs {
     /// rank]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     ranks: Option<u32>,
-    /// Test links over RDMA verbs, from the first of these ports; existing devices must receive over verbs, too
+    /// Transport to test: `udp`, `verbs` or `rdma` (zero-copy), which existing devices must offer [default: verbs if
+    /// --verbs is given, otherwise udp]
+    #[arg(long, value_name = "TRANSPORT", value_parser = options::transport_parser())]
+    transport: Option<Transport>,
+    /// Test links over RDMA, from the first of these ports
     #[command(flatten)]
     verbs: Links,
     /// Print one JSON object per link instead of the table
@@ -101,7 +105,7 @@ pub(crate) struct SelftestArgs {
 /// Test the links. A bad link is a failure.
 pub(crate) fn run(args: &SelftestArgs, verbose: u8) -> Result<(), Failure> {
     args.check().map_err(Failure::Input)?;
-    let transport = if args.verbs.is_empty() { Transport::Udp } else { Transport::Verbs };
+    let transport = args.transport();
     if args.ranks.is_none() && launcher::from_env().is_rank() {
         return launched::run(args);
     }
@@ -147,7 +151,15 @@ impl SelftestArgs {
             "-e {}: the size must be {least} to {BYTES_MAX}",
             self.bytes
         );
+        let is_link = matches!(self.transport(), Transport::Udp | Transport::Verbs | Transport::Rdma);
+        ensure!(is_link, "--transport {}: links are tested over udp, verbs or rdma", self.transport());
+        let is_rdma = self.transport() != Transport::Udp;
+        ensure!(is_rdma || self.verbs.is_empty(), "--transport udp takes no RDMA port; leave out --verbs");
         Ok(())
+    }
+
+    fn transport(&self) -> Transport {
+        self.transport.unwrap_or(if self.verbs.is_empty() { Transport::Udp } else { Transport::Verbs })
     }
 
     /// Return the devices of a controller to test.
@@ -242,9 +254,9 @@ impl<'a> Tester<'a> {
         let timeout = Duration::from_secs(self.args.timeout_s);
         let terms =
             Terms { tenant: self.args.tenant.clone(), wait_ms: self.args.wait_for_tree * 1000, ..Terms::default() };
-        let verbs = self.args.verbs.in_turn(0);
-        let mut probe =
-            Probe::join(self.controller.clone(), (job.clone(), terms), devices, (timeout, verbs.as_deref()))?;
+        let link = self.args.verbs.in_turn(0).unwrap_or_else(|| ANY_LINK.into());
+        let route = Route { transport: self.args.transport(), link };
+        let mut probe = Probe::join(self.controller.clone(), (job.clone(), terms), devices, (timeout, &route))?;
         let before = Snapshot::take(&self.controller, &job, &mut probe)?;
         let len_bytes = self.args.bytes.0 as usize / SMALL_BYTES * SMALL_BYTES;
         let small = self.times(&mut probe, SMALL_BYTES, self.args.iterations)?;
@@ -295,4 +307,36 @@ fn write_row(row: &Row, json: bool) -> io::Result<()> {
         table::write_row(&mut out, row)?;
     }
     out.flush()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::FromArgMatches;
+
+    fn parsed(words: &[&str]) -> SelftestArgs {
+        let command = SelftestArgs::augment_args(clap::Command::new("selftest").no_binary_name(true));
+        SelftestArgs::from_arg_matches(&command.get_matches_from(words)).expect("known options")
+    }
+
+    #[test]
+    fn transport_is_udp_unless_named_and_only_links_are_tested() {
+        assert_eq!(parsed(&[]).transport(), Transport::Udp);
+        parsed(&["--transport", "udp"]).check().expect("a link");
+        for name in ["shm", "auto"] {
+            let error = parsed(&["--transport", name]).check().expect_err("no link").to_string();
+            assert!(error.contains(name) && error.contains("udp, verbs or rdma"), "{error}");
+        }
+    }
+
+    #[test]
+    #[cfg(feature = "verbs")]
+    fn rdma_ports_select_verbs_unless_zero_copy_is_named() {
+        assert_eq!(parsed(&["--verbs", "mlx5_0"]).transport(), Transport::Verbs);
+        let zero_copy = parsed(&["--verbs", "mlx5_0", "--transport", "rdma"]);
+        zero_copy.check().expect("a link");
+        assert_eq!(zero_copy.transport(), Transport::Rdma);
+        let error = parsed(&["--verbs", "mlx5_0", "--transport", "udp"]).check().expect_err("no port").to_string();
+        assert!(error.contains("leave out --verbs"), "{error}");
+    }
 }
