@@ -10,7 +10,7 @@
 //! | engine | a DMA engine over such connections: pulls, combines and writes back the memory of two ranks; lost ranks |
 //! | messages | messages through a shared receive queue: announcements of results, fences, counts of posts |
 //! | memcpy | the DMA engine of a BlueField-2 or later, or that of LINK `emulated`: copies, refusals, its rate beside the processor's |
-//! | two | the other end is on another machine: `two LINK` waits for it, `two LINK HOST` connects to it |
+//! | two | the other end is on another machine: `two LINK` waits for it, `two LINK HOST` connects to it. Packets, reads, writes with immediate data, a shared receive queue, a fence during writes, a killed process, rates and latencies |
 //! | outage | packets flow again after a link was down: prints `down`, waits for a line, prints `up`, waits again |
 //!
 //! Prints `ok CHECK` and exits with status 0, or panics with the violated expectation. `memcpy` on a device without an
@@ -112,7 +112,7 @@ fn main() {
     let mut args = std::env::args().skip(1);
     let check = args.next().expect("a check");
     let words: Vec<String> = args.collect();
-    let names = if check == "two" { &words[..1] } else { &words[..] };
+    let names = if ["two", "victim"].contains(&&*check) { &words[..1] } else { &words[..] };
     let links: Vec<VerbsLink> = names.iter().map(|link| link.parse().expect("a link")).collect();
     let mut bed = VerbsBed { links, opened: 0, start: Clock::now() };
     match check.as_str() {
@@ -126,6 +126,8 @@ fn main() {
             cycles(|| burst(&mut bed.open(), &mut peer, 1, 64));
         }
         "two" => two::run(&bed.links[0], words.get(1).map(String::as_str)),
+        // A process that `two` starts, and kills.
+        "victim" => two::victim(&bed.links[0], &words[1]),
         "sided" => one_sided::run(&bed.links, one_sided::Loss::None),
         "lossy" => one_sided::run(&bed.links, one_sided::Loss::Some),
         "engine" => engine::check(&bed.links),

@@ -30,7 +30,7 @@ struct Rank {
 }
 
 /// Wait for the next arrival on a link.
-fn next(link: &mut dyn Link) -> Result<Arrived, LinkError> {
+pub(crate) fn next(link: &mut dyn Link) -> Result<Arrived, LinkError> {
     let (start, mut message) = (Instant::now(), [0; MESSAGE_LEN_BYTES]);
     loop {
         match link.receive(&mut message) {
@@ -42,7 +42,7 @@ fn next(link: &mut dyn Link) -> Result<Arrived, LinkError> {
     }
 }
 
-fn send(link: &mut dyn Link, message: &[u8]) -> Result<(), LinkError> {
+pub(crate) fn send(link: &mut dyn Link, message: &[u8]) -> Result<(), LinkError> {
     let start = Instant::now();
     while !link.send(message)? {
         assert!(start.elapsed() < LIMIT, "no room");
@@ -51,7 +51,7 @@ fn send(link: &mut dyn Link, message: &[u8]) -> Result<(), LinkError> {
     Ok(())
 }
 
-fn run(engine: &mut PeerEngine, steps: &[Step]) -> Status {
+pub(crate) fn run(engine: &mut PeerEngine, steps: &[Step]) -> Status {
     engine.submit(Chain { tag: Tag::default(), scope: Scope(0), steps }).expect("room");
     let mut completions = [Completion { tag: Tag::default(), status: Status::Done, step: 0 }];
     let start = Instant::now();
