@@ -73,7 +73,7 @@ impl Health {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use HealthEvent::{Ended, Joined, SelfTestPassed};
+    use HealthEvent::{Confirmed, Ended, Joined, SelfTestPassed};
     use proptest::prelude::*;
 
     fn at(seconds: u64) -> Instant {
@@ -113,14 +113,25 @@ mod tests {
         assert!(is_healthy_at(&[(SelfTestPassed, 1), (Joined, 1), (Ended, 61)], 1000), "healthy before it ended");
     }
 
+    #[test]
+    fn version_that_an_operator_confirms_is_healthy_at_once() {
+        assert!(is_healthy_at(&[(Confirmed, 1)], 1));
+        assert!(is_healthy_at(&[(Confirmed, 1), (Ended, 2)], 3), "it stays so");
+    }
+
     proptest! {
         /// The model: some stretch of 60 s in which nothing ended, after both have happened in the same run.
         #[test]
-        fn random_runs_agree_with_the_definition(steps in prop::collection::vec((0..3_usize, 1..50_u64), 0..20), tail in 0..100_u64) {
+        fn random_runs_agree_with_the_definition(steps in prop::collection::vec((0..60_usize, 1..50_u64), 0..20), tail in 0..100_u64) {
             let (mut second, mut events) = (0, Vec::new());
             for (kind, pause) in steps {
                 second += pause;
-                events.push(([SelfTestPassed, Joined, Ended][kind], second));
+                let event = match kind {
+                    // An operator confirms now and then.
+                    0 => Confirmed,
+                    kind => [SelfTestPassed, Joined, Ended][kind % 3],
+                };
+                events.push((event, second));
             }
             let end = second + tail;
             let (mut expected, mut since) = (false, [None::<u64>; 2]);
@@ -132,6 +143,7 @@ mod tests {
                     SelfTestPassed => since[0] = since[0].or(Some(second)),
                     Joined => since[1] = since[1].or(Some(second)),
                     Ended => since = [None; 2],
+                    Confirmed => expected = true,
                 }
             }
             prop_assert_eq!(is_healthy_at(&events, end), expected);
