@@ -186,11 +186,13 @@ fn broadcast_and_all_reduce_on_the_host_are_the_same_error_everywhere() {
                 CallOptions { algo: Some(algo), deadline, ..CallOptions::default() }
             };
             let mut data = vec![1_i64; 20_000];
-            if comm.rank() == 1 {
-                // Its root may not hear of the others before its next call.
-                return comm.broadcast(&mut data, root).and_then(|_| comm.barrier()).expect_err("a mismatch");
+            if comm.rank() != 1 {
+                return comm.all_reduce_with(&mut data, ReduceOp::Sum, &options(Algo::Ring)).expect_err("a mismatch");
             }
-            comm.all_reduce_with(&mut data, ReduceOp::Sum, &options(Algo::Ring)).expect_err("a mismatch")
+            let broadcast = comm.broadcast(&mut data, root);
+            // Its root may not hear of the others before its next call.
+            let next = broadcast.and_then(|_| comm.all_reduce_with(&mut data, ReduceOp::Sum, &options(Algo::Ring)));
+            next.expect_err("a mismatch")
         });
         assert!(errors.iter().all(|error| matches!(error, Error::Mismatch { .. })), "{root}: {errors:?}");
         assert!(errors.windows(2).all(|pair| pair[0] == pair[1]), "{root}: {errors:?}");

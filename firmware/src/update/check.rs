@@ -36,6 +36,13 @@ impl FromStr for UpdateKey {
     }
 }
 
+impl UpdateKey {
+    /// Return the key.
+    pub const fn verifying_key(&self) -> &VerifyingKey {
+        &self.0
+    }
+}
+
 impl From<VerifyingKey> for UpdateKey {
     fn from(key: VerifyingKey) -> Self {
         Self(key)

@@ -2,10 +2,11 @@
 
 use super::{ConfigError, Settings};
 use crate::disks::Target;
+use crate::update;
 use ed25519_dalek::VerifyingKey;
-use ed25519_dalek::pkcs8::DecodePublicKey;
 use std::time::Duration;
 use sumac_firmware::slots::{Policy, Slot};
+use sumac_firmware::update::UpdateKey;
 
 /// How long a trial may last, in seconds: longer than a version has to serve before it is healthy, and a boot.
 const TRIAL_S: std::ops::RangeInclusive<u64> = 90..=86_400;
@@ -31,12 +32,6 @@ pub struct CommandLine {
     pub update_key: Option<VerifyingKey>,
     /// The limits of a trial (`trial=300`, in seconds).
     pub trial: Policy,
-}
-
-/// Parse a public key: the base64 text between the first and the last line of its PEM file.
-fn parse_public_key(text: &str) -> Option<VerifyingKey> {
-    let pem = format!("-----BEGIN PUBLIC KEY-----\n{text}\n-----END PUBLIC KEY-----\n");
-    VerifyingKey::from_public_key_pem(&pem).ok()
 }
 
 impl CommandLine {
@@ -71,8 +66,7 @@ impl CommandLine {
                 }
             }
             "slot" => {
-                let slot = Slot::ALL.into_iter().find(|slot| slot.to_string() == value);
-                self.slot = Some(slot.ok_or_else(|| fail("A or B"))?);
+                self.slot = Some(update::slot(value).ok_or_else(|| fail("A or B"))?);
                 // It is a setting as well.
                 return Ok(false);
             }
@@ -81,8 +75,9 @@ impl CommandLine {
                     Target::parse(value).ok_or_else(|| fail("auto, a disk such as /dev/nvme0n1, or DISK,erase"))?
             }
             "update-key" => {
-                let key = parse_public_key(value);
-                self.update_key = Some(key.ok_or_else(|| fail("the middle line of an ed25519 public key's PEM file"))?);
+                let key = value.parse::<UpdateKey>();
+                let key = key.map_err(|_| fail("the middle line of an ed25519 public key's PEM file"))?;
+                self.update_key = Some(*key.verifying_key());
                 return Ok(false);
             }
             "trial" => {
