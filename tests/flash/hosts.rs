@@ -141,7 +141,8 @@ impl Lab {
         let (image, key) = (path("image.bfb"), path("pub.pem"));
         let args =
             ["flash", &image, "--key", &key, "--host", hosts, "--root", "dev", "--sysfs", "sys", "--records", RECORDS];
-        let mut command = self.bench.command(&[&args[..], &["--poll-ms", "20", "--timeout", "300"], more].concat());
+        let rest = ["--ram", "--poll-ms", "20", "--timeout", "300"];
+        let mut command = self.bench.command(&[&args[..], &rest, more].concat());
         command.env("SUMAC_SSH", format!("ssh -F {}", path("ssh-config")));
         command
     }
