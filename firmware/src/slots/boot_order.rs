@@ -2,8 +2,8 @@
 
 use super::Slot;
 
-/// What selects the slot that the firmware boots: EFI variables on a card with UEFI , something that
-/// records the calls in tests.
+/// What selects the slot that the firmware boots: EFI variables ([`EfiBootOrder`](crate::boot::EfiBootOrder)), or
+/// nothing, where a loader reads the slots' records itself ([`NoBootOrder`](crate::update::NoBootOrder)).
 ///
 /// Both calls take effect at the next restart, and are durable when they return.
 pub trait BootOrder {
