@@ -237,18 +237,19 @@ impl Core {
         let chunks_of: Option<&dyn Fn(&OpDesc) -> u64> = if ops.is_some() { Some(&chunks_of) } else { None };
         loop {
             self.transmit_all(driver);
+            if self.notices().is_cancelled() {
+                return Err(Error::Cancelled);
+            }
+            // After the deaths: the controller reports them behind the abort that ended those ranks.
+            if let Some(error) = self.notices().job_error() {
+                return Err(error);
+            }
             let now = driver.now();
             if let Some(action) = driver.change.poll_action(chunks_of, now) {
                 match self.carry_out(action, driver, pending, deadline)? {
                     None => continue,
                     Some(agreed) => return Ok(agreed),
                 }
-            }
-            if self.notices().is_cancelled() {
-                return Err(Error::Cancelled);
-            }
-            if let Some(error) = self.notices().job_error() {
-                return Err(error);
             }
             if self.report_deaths(&mut driver.change) {
                 continue;

@@ -6,8 +6,9 @@
 //! Invariant: a peer in the middle of a frame receives the rest of it, unaltered, before the abort: those may be the
 //! last bytes that its own result needs.
 
+use super::error::ExecError;
 use super::frame::AbortFrame;
-use super::handshake::ACCEPTS_PER_ROUND;
+use super::handshake::{ACCEPTS_PER_ROUND, HandshakeOutcome};
 use super::link::{IoOutcome, Link, State, read, write};
 use super::run::{Failure, Run, is_next};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -25,8 +26,29 @@ struct AbortNotice {
 }
 
 impl Run<'_> {
+    /// Accept whoever is just connecting, and return the error that ends this operation. A rank that comes late finds
+    /// nobody at the other ranks' addresses; what they sent before they ended says why.
+    pub(super) fn cause(&mut self, failure: Failure) -> Failure {
+        let now = Instant::now();
+        for _ in 0..ACCEPTS_PER_ROUND {
+            if self.mesh.accept(now).is_none_or(|is_last| is_last) {
+                break;
+            }
+        }
+        let mut reported = None;
+        for index in (0..self.mesh.pending.len()).rev() {
+            if let HandshakeOutcome::Aborted(error) = self.mesh.advance_handshake(index) {
+                reported = Some(error);
+            }
+        }
+        match (failure, reported) {
+            (Failure::Local(ExecError::RankLost { .. }), Some(error)) => Failure::Remote(error),
+            (failure, _) => failure,
+        }
+    }
+
     /// Notify the other ranks, for at most [`GRACE_PERIOD`]. A peer that reads nothing by then finds its connection
-    /// closed.
+    /// closed. Ranks that [`Run::cause`] has accepted are notified, too.
     pub(super) fn abort(&mut self, failure: &Failure) {
         let (Failure::Local(error) | Failure::Remote(error)) = failure;
         // What is forwarded stays the error of the call that it was in.
@@ -35,16 +57,6 @@ impl Run<'_> {
             Failure::Remote(_) => self.mesh.aborted.unwrap_or(self.number),
         };
         let frame = AbortFrame::new((self.call, number), error);
-        // Ranks that are just connecting are notified here instead of finding the connection closed.
-        let now = Instant::now();
-        for _ in 0..ACCEPTS_PER_ROUND {
-            if self.mesh.accept(now).is_none_or(|is_last| is_last) {
-                break;
-            }
-        }
-        for index in (0..self.mesh.pending.len()).rev() {
-            self.mesh.advance_handshake(index);
-        }
         let mut notices = self.notices(matches!(failure, Failure::Local(_)), &frame);
         let until = Instant::now() + GRACE_PERIOD;
         loop {

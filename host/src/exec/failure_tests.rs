@@ -26,6 +26,7 @@ both_ways! {
     skipped_operation_is_a_mismatch,
     rank_lost_in_any_step_is_named_and_no_result_is_wrong,
     rank_lost_before_connecting_is_named,
+    late_rank_gets_the_error_that_ended_the_others,
     connection_flood_makes_no_rank_appear_lost,
     peer_closing_before_the_handshake_is_redialled,
     rank_of_another_job_is_named,
@@ -145,6 +146,20 @@ fn rank_lost_before_connecting_is_named() {
 }
 
 /// Ranks dial each other while unknown peers connect and disconnect, or stay idle.
+/// Nobody listens at the others' addresses any more, to which ranks 0 and 1 connect.
+fn late_rank_gets_the_error_that_ended_the_others() {
+    for late in (0..3).map(Rank) {
+        let sum = |mesh: &mut Mesh, bytes: &mut [u8]| all_reduce(mesh, 0, Path::Ring, Dtype::F32, ReduceOp::Sum, bytes);
+        let mut early = meshes(3);
+        let mut last = early.remove(late.0 as usize);
+        let results = on_ranks(&mut early, |mesh| sum(mesh, &mut vec![0; 400 + 4 * mesh.place().rank().0 as usize]));
+        drop(early);
+        let error = sum(&mut last, &mut [0; 400]).expect_err("the others are gone");
+        assert!(matches!(error, ExecError::Mismatch { .. }), "{late}: {error}");
+        assert_eq!(results, [Err(error.clone()), Err(error)], "{late}");
+    }
+}
+
 fn connection_flood_makes_no_rank_appear_lost() {
     let ranks = 4;
     let mut meshes = meshes(ranks);

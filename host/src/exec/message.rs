@@ -263,7 +263,7 @@ pub fn make_room(mesh: &mut Mesh, deadline: Instant, interrupt: &mut dyn Interru
 /// End all messages of the mesh on all ranks, and the mesh, with an error of the caller's.
 pub fn cancel(mesh: &mut Mesh, error: ExecError) {
     let schedule = Schedule::moving(mesh.place, Layout::default());
-    messages_run(mesh, &schedule, Instant::now(), Vec::new()).fail(&Failure::Local(error));
+    messages_run(mesh, &schedule, Instant::now(), Vec::new()).fail(Failure::Local(error));
 }
 
 /// Work on a mesh without a schedule.
@@ -279,7 +279,7 @@ pub(super) fn without_schedule(
     }
     let schedule = Schedule::moving(mesh.place, Layout::default());
     let mut run = messages_run(mesh, &schedule, Instant::now() + POLL_DEADLINE, Vec::new());
-    work(&mut run).map_err(|failure| run.fail(&failure))
+    work(&mut run).map_err(|failure| run.fail(failure))
 }
 
 /// Make a run without a schedule.
@@ -307,7 +307,7 @@ fn drive_until(
     let schedule = Schedule::moving(mesh.place, Layout::default());
     let until = deadline.unwrap_or_else(|| Instant::now() + POLL_DEADLINE);
     let mut run = messages_run(mesh, &schedule, until, borrowed);
-    run.drive_until(deadline.is_some(), is_done, interrupt).map_err(|failure| run.fail(&failure))
+    run.drive_until(deadline.is_some(), is_done, interrupt).map_err(|failure| run.fail(failure))
 }
 
 impl Run<'_> {

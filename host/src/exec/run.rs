@@ -103,12 +103,12 @@ impl<'a> Execution<'a> {
         if let Some(error) = &self.0.mesh.poisoned {
             return Err(error.clone());
         }
-        self.0.run_steps(interrupt).map_err(|failure| self.0.fail(&failure))
+        self.0.run_steps(interrupt).map_err(|failure| self.0.fail(failure))
     }
 
     /// End the operation on all ranks, and the mesh, with an error of the caller's.
     pub fn cancel(&mut self, error: ExecError) {
-        self.0.fail(&Failure::Local(error));
+        self.0.fail(Failure::Local(error));
     }
 
     /// Return the mesh, to post messages while the operation is paused.
@@ -224,11 +224,12 @@ impl<'a> Run<'a> {
     }
 
     /// End the operation and the mesh. Returns the error.
-    pub(super) fn fail(&mut self, failure: &Failure) -> ExecError {
-        self.abort(failure);
+    pub(super) fn fail(&mut self, failure: Failure) -> ExecError {
+        let failure = self.cause(failure);
+        self.abort(&failure);
         let (Failure::Local(error) | Failure::Remote(error)) = failure;
         self.mesh.poisoned = Some(error.clone());
-        error.clone()
+        error
     }
 
     /// Run the rest of the steps.
