@@ -16,7 +16,7 @@ use sumac_hal::op::{OpDesc, Path, ReduceOp};
 use sumac_hal::wire::RankMask;
 
 /// One of so many calls takes the way of all others, which drives the tree, too.
-const OTHER_WAY_INTERVAL: u64 = 256;
+const OTHER_WAY_INTERVAL: u64 = 1024;
 
 impl Core {
     /// Return how this operation was decided when it was last called, if it is a short one.

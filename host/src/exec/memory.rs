@@ -130,7 +130,8 @@ impl<'a> Memory<'a> {
     /// a few accumulators.
     pub(super) fn land(&mut self, from: Buffer, landing: &Landing, at: usize, bytes: &[u8], spare: &mut [u8]) {
         let each = self.bytes_each(from);
-        let pieces = bytes.chunks(spare.len() / self.layout.partial_bytes.max(1) * each.max(1));
+        let largest = self.layout.partial_bytes.max(each).max(1);
+        let pieces = bytes.chunks(spare.len().min(PASS_BYTES) / largest * each.max(1));
         let mut start = at;
         for piece in pieces {
             let len = piece.len() / each;
@@ -237,5 +238,8 @@ pub(super) fn copy_bytes(to: &mut [u8], from: &[u8]) {
     pieces.for_each(|(to, from)| to.copy_from_slice(from));
 }
 
+/// The bytes of operands that are loaded, combined and finished together, so that each pass finds them in the core's
+/// first-level cache.
+const PASS_BYTES: usize = 8 << 10;
 /// Below the length from which glibc uses `rep movsb` (`x86_rep_movsb_threshold`, 2 KiB for the narrowest vectors).
 const PIECE_BYTES: usize = 1024;
