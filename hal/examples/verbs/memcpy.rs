@@ -1,17 +1,19 @@
 //! The DMA engine of a card, alone: copies arrive whole and where they belong, wrong ones touch nothing, and their rate
-//! beside that of the processor.
+//! beside that of the processor. Then alias keys: memory of another function, which is the same one unless there is a
+//! grant of another.
 
 use super::engine::Words;
 use super::{LIMIT, allocations};
 use std::fmt::Debug;
 use std::hint::black_box;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use sumac_hal::dma::{
     Address, Chain, Completion, DmaMemory, Engine, LocalMemory, Profile, RegionKey, Scope, Span, Status, Step, Tag,
 };
 use sumac_hal::emu::dma::{DmaConfig, EmuEngine};
-use sumac_hal::verbs::{MemcpyEngine, VerbsConfig, VerbsLink};
+use sumac_hal::verbs::{ExportedMemory, MemcpyEngine, MemoryGrant, VerbsConfig, VerbsLink};
 
 /// The length of each region in bytes.
 const LEN: u32 = 8 << 20;
@@ -21,6 +23,13 @@ const MARGIN: usize = 64;
 
 const SOURCE: RegionKey = RegionKey { index: 0, generation: 2 };
 const TARGET: RegionKey = RegionKey { index: 1, generation: 2 };
+const ALIAS: RegionKey = RegionKey { index: 2, generation: 2 };
+
+/// The last word of exported memory, once the other function has written its answer in front of it.
+const WRITTEN: u64 = 0x5375_6d61_6321_0a00;
+
+/// How long an export waits for it.
+const EXPORTED: Duration = Duration::from_secs(60);
 
 /// How long each rate is measured.
 const MEASURED: Duration = Duration::from_millis(200);
@@ -51,21 +60,143 @@ impl Copier for EmuEngine {
     }
 }
 
-/// All checks on the engine of a link's device, or on the emulated one, which shows that they can be passed.
+/// All checks on the engine of a link's device, or on the emulated one, which shows that they can be passed. Then those
+/// of alias keys, with memory that was granted or that this process exports.
 ///
 /// # Errors
-/// Why there is no engine.
-pub(crate) fn check(link: &VerbsLink) -> Result<(), String> {
+/// Why there is no engine, or why the granted memory cannot be attached.
+pub(crate) fn check(link: &VerbsLink, grant: Option<&MemoryGrant>) -> Result<(), String> {
     if link.device.as_deref() == Some("emulated") {
-        check_on(EmuEngine::start(DmaConfig::new(Profile::CopyOnly, 1)).map_err(|error| error.to_string())?);
+        check_on(&mut EmuEngine::start(DmaConfig::new(Profile::CopyOnly, 1)).map_err(|error| error.to_string())?);
         return Ok(());
     }
     let config = VerbsConfig { link: link.clone(), ..VerbsConfig::default() };
-    check_on(MemcpyEngine::open(&config, 4).map_err(|error| error.to_string())?);
+    let mut engine = MemcpyEngine::open(&config, 4).map_err(|error| error.to_string())?;
+    check_on(&mut engine);
+    let again = |key: RegionKey| RegionKey { generation: key.generation + 1, ..key };
+    let (source, target) = (again(SOURCE), again(TARGET));
+    match grant {
+        Some(grant) => {
+            engine.map_alias(ALIAS, grant).map_err(|error| error.to_string())?;
+            answer(&mut engine, (source, target), grant.len_bytes);
+        }
+        None => {
+            let memory = Arc::new(Exported::new());
+            let exported = ExportedMemory::new(engine.device(), Arc::clone(&memory) as Arc<dyn DmaMemory>);
+            let attached = exported.map_err(|error| error.to_string()).and_then(|exported| {
+                engine.map_alias(ALIAS, &exported.grant()).map_err(|error| error.to_string())?;
+                Ok(exported)
+            });
+            match attached {
+                // Not every card has them.
+                Err(why) => println!("no alias keys: {why}"),
+                Ok(exported) => {
+                    answer(&mut engine, (source, target), u64::from(LEN));
+                    memory.check_answer();
+                    assert!(engine.unmap(ALIAS));
+                    drop(exported);
+                    println!("alias keys: copies from and to exported memory");
+                }
+            }
+        }
+    }
     Ok(())
 }
 
-fn check_on(mut engine: impl Copier) {
+/// Export memory through a link's device, print the grant, and check what the function that has it writes.
+///
+/// # Errors
+/// Why it cannot be exported, or that nobody has written.
+pub(crate) fn export(link: &VerbsLink) -> Result<(), String> {
+    let device = link.device.as_deref().ok_or("name the device of the memory's host")?;
+    let memory = Arc::new(Exported::new());
+    let exported = ExportedMemory::new(device, Arc::clone(&memory) as Arc<dyn DmaMemory>);
+    let exported = exported.map_err(|error| error.to_string())?;
+    println!("grant {}", exported.grant().to_hex());
+    let start = Instant::now();
+    while memory.0.last().is_none_or(|word| word.load(Ordering::Acquire) != WRITTEN) {
+        if start.elapsed() > EXPORTED {
+            return Err(format!("nobody has written within {} s", EXPORTED.as_secs()));
+        }
+        std::thread::yield_now();
+    }
+    memory.check_answer();
+    println!("another function has read and written this memory");
+    Ok(())
+}
+
+/// Exported memory, filled with words that say where they are.
+struct Exported(Box<[AtomicU64]>);
+
+impl Exported {
+    fn new() -> Self {
+        Self((0..u64::from(LEN) / 8).map(|nth| AtomicU64::new(word(nth))).collect())
+    }
+
+    /// Check that all but the last word are what [`answer`] writes.
+    fn check_answer(&self) {
+        let (last, others) = self.0.split_last().expect("words");
+        assert_eq!(last.load(Ordering::Acquire), WRITTEN, "written last");
+        let wrong = others.iter().enumerate().find(|(nth, found)| found.load(Ordering::Relaxed) != !word(*nth as u64));
+        assert!(wrong.is_none(), "word {wrong:x?} of the exported memory is not what was written");
+    }
+}
+
+// SAFETY: the words stay where they are, and may change under a shared borrow.
+unsafe impl DmaMemory for Exported {
+    fn base(&self) -> std::ptr::NonNull<u8> {
+        std::ptr::NonNull::from(&self.0[..]).cast()
+    }
+
+    fn len_bytes(&self) -> usize {
+        size_of_val(&*self.0)
+    }
+}
+
+/// What exported memory holds at first.
+const fn word(nth: u64) -> u64 {
+    nth.wrapping_mul(0x9e37_79b9_7f4a_7c15) + 1
+}
+
+/// Read all of another function's memory, check it, write the complement of its words to it, and at last the word by
+/// which its owner sees that.
+fn answer(engine: &mut MemcpyEngine, (source, target): (RegionKey, RegionKey), len_bytes: u64) {
+    assert_eq!(len_bytes, u64::from(LEN), "the grant is of memory that `verbs export` exports");
+    for key in [source, target] {
+        Copier::map(engine, key, Arc::new(Words::new(LEN as usize)));
+    }
+    let whole = |region| Span { address: at(region, 0), len_bytes };
+    copy_range(engine, (ALIAS, target), 0..LEN);
+    let words = u64::from(LEN) / 8;
+    let is_right = engine
+        .with_local(whole(source), whole(target), |to, from| {
+            let both = (0..words).zip(to.chunks_exact_mut(8).zip(from.chunks_exact(8)));
+            let mut is_right = true;
+            for (nth, (to, from)) in both {
+                is_right &= *from == word(nth).to_ne_bytes();
+                let answer = if nth + 1 == words { WRITTEN } else { !word(nth) };
+                to.copy_from_slice(&answer.to_ne_bytes());
+            }
+            is_right
+        })
+        .expect("nothing else is at it");
+    assert!(is_right, "the other function's memory was not read as it is");
+    copy_range(engine, (source, ALIAS), 0..LEN - 8);
+    copy_range(engine, (source, ALIAS), LEN - 8..LEN);
+    assert!(engine.unmap(source) && engine.unmap(target));
+}
+
+/// Copy a range from one region to the same place in another.
+fn copy_range(engine: &mut MemcpyEngine, (src, dst): (RegionKey, RegionKey), range: std::ops::Range<u32>) {
+    let longest = engine.capabilities().max_len_bytes.min(1 << 20);
+    for from in range.clone().step_by(longest as usize) {
+        let (src, dst) = (at(src, from.into()), at(dst, from.into()));
+        let step = Step::Copy { src, dst, len_bytes: longest.min(range.end - from) };
+        assert_eq!(run(engine, &[step]), Status::Done, "{step:?}");
+    }
+}
+
+fn check_on(engine: &mut impl Copier) {
     for key in [SOURCE, TARGET] {
         engine.map(key, Arc::new(Words::new(LEN as usize)));
     }
@@ -73,15 +204,15 @@ fn check_on(mut engine: impl Copier) {
     println!("{:?}", engine.capabilities());
     for len_bytes in [1, 7, 64, 4096, 65_537, 1 << 20, longest] {
         for offset in [0, 3, 4095] {
-            copy_is_whole(&mut engine, len_bytes.min(longest), offset);
+            copy_is_whole(engine, len_bytes.min(longest), offset);
         }
     }
-    wrong_copies_touch_nothing(&mut engine);
+    wrong_copies_touch_nothing(engine);
     for len_bytes in [4 << 10, 64 << 10, 1 << 20] {
-        rate(&mut engine, len_bytes);
+        rate(engine, len_bytes);
     }
     assert!(engine.unmap(SOURCE) && engine.unmap(TARGET));
-    assert_eq!(run(&mut engine, &[copy(0, 0, 64)]), Status::StaleRegion, "memory that is not mapped any more");
+    assert_eq!(run(engine, &[copy(0, 0, 64)]), Status::StaleRegion, "memory that is not mapped any more");
 }
 
 fn at(region: RegionKey, offset_bytes: u64) -> Address {

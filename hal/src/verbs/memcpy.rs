@@ -1,19 +1,21 @@
 //! The DMA engine of an mlx5 card: `mlx5dv_wr_memcpy` (rdma-core; BlueField-2 and later).
 //!
 //! Copies are work requests of a reliable queue pair that is connected to itself; the card's engine moves the bytes
-//! between memory registered in its domain. Written from rdma-core's manual pages (mlx5dv_wr_post(3),
+//! between memory registered in its domain, and memory of other functions that was attached to it (`alias`).
+//! Written from rdma-core's manual pages (mlx5dv_wr_post(3),
 //! mlx5dv_create_qp(3)) and compiled against its header; not run on a card yet.
 //!
 //! Invariant: a posted copy refers only to memory that [`CopyEngine`] keeps registered until its completion, or until
 //! the queue pair is destroyed.
 
+use super::alias::{Alias, AliasError, MemoryGrant};
 use super::config::{VerbsConfig, VerbsError};
 use super::copying::{BatchOutcome, Copier, Copy, CopyEngine, DEPTH, MapMemoryError, NotPosted};
 use super::datagrams::Source;
 use super::discover::{self, PortLocation};
 use super::ibv;
 use super::memory::Registration;
-use super::mlx5::{MemcpyError, Mlx5, PairCalls};
+use super::mlx5::{Devx, MemcpyError, Mlx5, PairCalls};
 use super::objects::{Completions, Context, Domain};
 use super::one_sided::{OneSidedEnd, connect, prepare};
 use super::pair::QueuePair;
@@ -65,6 +67,21 @@ impl MemcpyEngine {
         self.engine.map(key, memory, true)
     }
 
+    /// Map memory that another function of the device exports ([`ExportedMemory`](super::ExportedMemory)), such as the
+    /// host's, if the device has alias keys. Publications to it are not supported. Map memory once: the order of copies
+    /// by two keys is not that of their chain. If the export ends first, the next copy fails, and stops the engine.
+    ///
+    /// # Errors
+    /// [`MapMemoryError`]
+    pub fn map_alias(&mut self, key: RegionKey, grant: &MemoryGrant) -> Result<(), MapMemoryError> {
+        self.engine.map_alias(key, grant, |queue| queue.attach(grant))
+    }
+
+    /// Return the name of the device.
+    pub fn device(&self) -> &str {
+        &self.engine.copier().domain.context.name
+    }
+
     /// Unmap memory; afterwards the card does not access it. False if it was not mapped.
     pub fn unmap(&mut self, key: RegionKey) -> bool {
         self.engine.unmap(key)
@@ -99,6 +116,12 @@ impl std::fmt::Debug for MemcpyEngine {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("MemcpyEngine").field("capabilities", self.engine.capabilities()).finish_non_exhaustive()
     }
+}
+
+/// What keeps a key valid.
+enum Held {
+    Registered { _registration: Registration },
+    Attached { _alias: Alias<Devx> },
 }
 
 /// The queue pair and its extended operations.
@@ -162,13 +185,23 @@ impl Queue {
     }
 }
 
-impl Copier for Queue {
-    type Registration = Registration;
+impl Queue {
+    /// Attach another function's memory; returns also its local key.
+    fn attach(&self, grant: &MemoryGrant) -> Result<(Held, u32), AliasError> {
+        let devx = Mlx5::load()?.devx(&self.domain.context)?;
+        let alias = Alias::attach(devx, &self.domain, grant)?;
+        let lkey = alias.lkey();
+        Ok((Held::Attached { _alias: alias }, lkey))
+    }
+}
 
-    fn register(&mut self, memory: &Arc<dyn DmaMemory>) -> Result<(Registration, u32), VerbsError> {
+impl Copier for Queue {
+    type Registration = Held;
+
+    fn register(&mut self, memory: &Arc<dyn DmaMemory>) -> Result<(Held, u32), VerbsError> {
         let registration = Registration::new(&self.domain, memory)?;
         let lkey = registration.lkey();
-        Ok((registration, lkey))
+        Ok((Held::Registered { _registration: registration }, lkey))
     }
 
     fn post(&mut self, copies: &[Copy], number: u64) -> Result<(), NotPosted> {

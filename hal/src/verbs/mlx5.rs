@@ -3,10 +3,16 @@
 //!
 //! Invariant: the structures have the layout of the header's; a test compiles this claim against the header.
 
+mod devx;
+
+pub(super) use devx::Devx;
+
 use super::config::VerbsError;
 use super::ibv;
 use super::objects::Context;
 use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ptr::NonNull;
+use std::sync::Arc;
 use thiserror::Error;
 
 /// The library, which libibverbs loads for mlx5 devices.
@@ -76,6 +82,7 @@ const WITH_MEMCPY: u64 = 1 << 4;
 /// The library's functions; the library stays loaded.
 #[derive(Clone, Copy)]
 pub(super) struct Mlx5 {
+    library: NonNull<c_void>,
     query_device: QueryDevice,
     create_pair: CreatePair,
     calls_of: CallsOf,
@@ -86,15 +93,14 @@ impl Mlx5 {
     pub(super) fn load() -> Result<Self, MemcpyError> {
         // SAFETY: loading this library runs only its own initialisers; libibverbs does the same.
         let library = unsafe { libc::dlopen(LIBRARY.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
-        if library.is_null() {
-            return Err(MemcpyError::NoLibrary(loader_error()));
-        }
+        let library = NonNull::new(library).ok_or_else(|| MemcpyError::NoLibrary(loader_error()))?;
         let query_device = find(library, c"mlx5dv_query_device", "mlx5dv_query_device")?;
         let create_pair = find(library, c"mlx5dv_create_qp", "mlx5dv_create_qp")?;
         let calls_of = find(library, c"mlx5dv_qp_ex_from_ibv_qp_ex", "mlx5dv_qp_ex_from_ibv_qp_ex")?;
         // SAFETY: the functions of these names have these types (see the test), and the library is never closed.
         unsafe {
             Ok(Self {
+                library,
                 query_device: std::mem::transmute::<*mut c_void, QueryDevice>(query_device),
                 create_pair: std::mem::transmute::<*mut c_void, CreatePair>(create_pair),
                 calls_of: std::mem::transmute::<*mut c_void, CallsOf>(calls_of),
@@ -102,21 +108,30 @@ impl Mlx5 {
         }
     }
 
-    /// Return the maximum length of a copy in bytes.
-    pub(super) fn max_memcpy_len_bytes(&self, context: &Context) -> Result<u32, MemcpyError> {
-        let mut attr = DeviceAttr {
-            version: 0,
-            flags: 0,
-            comp_mask: QUERY_MEMCPY_LENGTH,
-            before: [0; 13],
-            max_wr_memcpy_length: 0,
-        };
+    /// Return the interface for commands to a device that [`Mlx5::check_is_mlx5`] accepts.
+    pub(super) fn devx(&self, context: &Arc<Context>) -> Result<Devx, MemcpyError> {
+        Devx::new(self.library, context)
+    }
+
+    /// Check that this library drives the device.
+    pub(super) fn check_is_mlx5(&self, context: &Context) -> Result<(), MemcpyError> {
+        self.query(context, 0).map(drop)
+    }
+
+    /// Query a device's attributes, with these of the optional ones.
+    fn query(&self, context: &Context, comp_mask: u64) -> Result<DeviceAttr, MemcpyError> {
+        let mut attr = DeviceAttr { version: 0, flags: 0, comp_mask, before: [0; 13], max_wr_memcpy_length: 0 };
         // SAFETY: an open device, and room for the requested fields.
         match unsafe { (self.query_device)(context.raw.as_ptr(), &raw mut attr) } {
-            0 => {}
-            libc::EOPNOTSUPP => return Err(MemcpyError::NotMlx5(context.name.clone())),
-            status => context.check(status, "query the device (mlx5)")?,
+            0 => Ok(attr),
+            libc::EOPNOTSUPP => Err(MemcpyError::NotMlx5(context.name.clone())),
+            status => Ok(context.check(status, "query the device (mlx5)").map(|()| attr)?),
         }
+    }
+
+    /// Return the maximum length of a copy in bytes.
+    pub(super) fn max_memcpy_len_bytes(&self, context: &Context) -> Result<u32, MemcpyError> {
+        let attr = self.query(context, QUERY_MEMCPY_LENGTH)?;
         let is_reported = attr.comp_mask & QUERY_MEMCPY_LENGTH != 0;
         match u32::try_from(attr.max_wr_memcpy_length).unwrap_or(u32::MAX) {
             1.. if is_reported => Ok(u32::try_from(attr.max_wr_memcpy_length).unwrap_or(u32::MAX)),
@@ -160,9 +175,9 @@ impl PairCalls {
     }
 }
 
-fn find(library: *mut c_void, name: &CStr, text: &'static str) -> Result<*mut c_void, MemcpyError> {
+fn find(library: NonNull<c_void>, name: &CStr, text: &'static str) -> Result<*mut c_void, MemcpyError> {
     // SAFETY: a library that is open, and a name.
-    let found = unsafe { libc::dlsym(library, name.as_ptr()) };
+    let found = unsafe { libc::dlsym(library.as_ptr(), name.as_ptr()) };
     if found.is_null() { Err(MemcpyError::OldLibrary(text)) } else { Ok(found) }
 }
 
@@ -179,6 +194,7 @@ fn loader_error() -> String {
 
 #[cfg(test)]
 mod tests {
+    use super::devx::{DomainAttr, OBJECT_DOMAIN, Objects, PinAttr, RawPinned};
     use super::*;
     use std::io::Write;
     use std::mem::offset_of;
@@ -214,6 +230,19 @@ mod tests {
             offset("mlx5dv_qp_init_attr", "send_ops_flags", offset_of!(PairAttr, send_ops_flags)),
             format!("_Static_assert(sizeof(struct mlx5dv_qp_init_attr) == {}, \"\");\n", size_of::<PairAttr>()),
             offset("mlx5dv_qp_ex", "wr_memcpy", offset_of!(PairCalls, wr_memcpy)),
+            offset("mlx5dv_devx_umem", "umem_id", offset_of!(RawPinned, umem_id)),
+            offset("mlx5dv_devx_umem_in", "addr", offset_of!(PinAttr, addr)),
+            offset("mlx5dv_devx_umem_in", "size", offset_of!(PinAttr, size)),
+            offset("mlx5dv_devx_umem_in", "access", offset_of!(PinAttr, access)),
+            offset("mlx5dv_devx_umem_in", "pgsz_bitmap", offset_of!(PinAttr, pgsz_bitmap)),
+            offset("mlx5dv_devx_umem_in", "comp_mask", offset_of!(PinAttr, comp_mask)),
+            offset("mlx5dv_devx_umem_in", "dmabuf_fd", offset_of!(PinAttr, dmabuf_fd)),
+            format!("_Static_assert(sizeof(struct mlx5dv_devx_umem_in) == {}, \"\");\n", size_of::<PinAttr>()),
+            offset("mlx5dv_pd", "pdn", offset_of!(DomainAttr, pdn)),
+            offset("mlx5dv_pd", "comp_mask", offset_of!(DomainAttr, comp_mask)),
+            offset("mlx5dv_obj", "pd.in", offset_of!(Objects, pd_in)),
+            offset("mlx5dv_obj", "pd.out", offset_of!(Objects, pd_out)),
+            constant("MLX5DV_OBJ_PD", OBJECT_DOMAIN),
             constant("MLX5DV_CONTEXT_MASK_WR_MEMCPY_LENGTH", QUERY_MEMCPY_LENGTH),
             constant("MLX5DV_QP_INIT_ATTR_MASK_SEND_OPS_FLAGS", WITH_SEND_OPS),
             constant("MLX5DV_QP_EX_WITH_MEMCPY", WITH_MEMCPY),
@@ -221,6 +250,14 @@ mod tests {
              struct ibv_qp *(*create)(struct ibv_context *, struct ibv_qp_init_attr_ex *, struct mlx5dv_qp_init_attr *)\n\
              = mlx5dv_create_qp;\n\
              struct mlx5dv_qp_ex *(*calls)(struct ibv_qp_ex *) = mlx5dv_qp_ex_from_ibv_qp_ex;\n\
+             int (*execute)(struct ibv_context *, const void *, size_t, void *, size_t) = mlx5dv_devx_general_cmd;\n\
+             struct mlx5dv_devx_obj *(*object)(struct ibv_context *, const void *, size_t, void *, size_t)\n\
+             = mlx5dv_devx_obj_create;\n\
+             int (*destroy)(struct mlx5dv_devx_obj *) = mlx5dv_devx_obj_destroy;\n\
+             struct mlx5dv_devx_umem *(*pin)(struct ibv_context *, struct mlx5dv_devx_umem_in *)\n\
+             = mlx5dv_devx_umem_reg_ex;\n\
+             int (*unpin)(struct mlx5dv_devx_umem *) = mlx5dv_devx_umem_dereg;\n\
+             int (*describe)(struct mlx5dv_obj *, uint64_t) = mlx5dv_init_obj;\n\
              void copy(struct mlx5dv_qp_ex *calls) {\n\
              void (*memcpy)(struct mlx5dv_qp_ex *, uint32_t, uint64_t, uint32_t, uint64_t, size_t) = calls->wr_memcpy;\n\
              (void)memcpy; }\n"

@@ -32,7 +32,9 @@
 //! # DMA copies
 //!
 //! A BlueField-2 or later copies between registered memory with a DMA engine of its own ([`MemcpyEngine`], a copy-only
-//! [`Engine`](crate::dma::Engine)); for other devices, [`MemcpyError`] reports why not. It has not run on a card yet.
+//! [`Engine`](crate::dma::Engine)); for other devices, [`MemcpyError`] reports why not. Memory of other functions of
+//! the device, such as the host's, is attached by alias keys ([`ExportedMemory`], [`MemcpyEngine::map_alias`]), where
+//! the device has them ([`alias_support`]). Neither has run on a card yet.
 //!
 //! # Tested on
 //!
@@ -45,6 +47,7 @@
 //! devices that fail, and addresses that move. It is a model, and no card has confirmed it.
 
 mod address_cache;
+mod alias;
 mod config;
 mod copying;
 mod datagrams;
@@ -79,6 +82,7 @@ use fake as ibv;
 use ibverbs_sys as ibv;
 
 pub use crate::remote::{LinkError, RegionError, RemoteRegion};
+pub use alias::{AccessKey, AliasError, AliasSupport, ExportedMemory, MemoryGrant, ParseGrantError, alias_support};
 pub use config::{ParseLinkError, VerbsConfig, VerbsError, VerbsLink, VerbsStats};
 pub use copying::MapMemoryError;
 pub use discover::{VerbsDevice, devices, link_at};

@@ -18,6 +18,7 @@ mod tests;
 
 pub use regions::MapMemoryError;
 
+use super::alias::{AliasError, MemoryGrant};
 use super::config::VerbsError;
 use crate::dma::shared::covers_word;
 use crate::dma::{
@@ -48,6 +49,8 @@ const UNMAP_POLLS_MAX: u32 = 10_000_000;
 pub(super) struct MemoryRange {
     pub(super) addr: u64,
     pub(super) key: u32,
+    /// The memory is another function's: its addresses mean something only together with the key.
+    pub(super) is_alias: bool,
     /// The peer that owns it; `None`: this process.
     pub(super) peer: Option<u16>,
     /// Immediate data for the peer once all of it is written, if any.
@@ -193,6 +196,21 @@ impl<C: Copier> CopyEngine<C> {
             return Err(MapMemoryError::TooLong { len_bytes: region.len_bytes });
         }
         self.regions.put(key, Mapped::Peer { peer, region, lands });
+        Ok(())
+    }
+
+    /// Map another function's memory, which `attach` makes accessible under a local key. Memory that is mapped twice
+    /// looks like two ranges: copies to it by two keys are not ordered.
+    pub(super) fn map_alias(
+        &mut self,
+        key: RegionKey,
+        grant: &MemoryGrant,
+        attach: impl FnOnce(&mut C) -> Result<(C::Registration, u32), AliasError>,
+    ) -> Result<(), MapMemoryError> {
+        self.regions.check_free(key)?;
+        let (alias, lkey) = attach(&mut self.copier)?;
+        let region = RemoteRegion { addr: grant.addr, len_bytes: grant.len_bytes, rkey: lkey, generation: 0 };
+        self.regions.put(key, Mapped::Alias { _alias: alias, region });
         Ok(())
     }
 
@@ -365,7 +383,9 @@ impl MemoryRange {
         if let (Some(own), Some(other)) = (self.backing, other.backing) {
             return own.overlaps(len_bytes as usize, &other, other_len_bytes as usize);
         }
-        self.peer == other.peer
+        let is_one_space =
+            if self.is_alias || other.is_alias { self.key == other.key } else { self.peer == other.peer };
+        is_one_space
             && self.addr < other.addr.saturating_add(other_len_bytes)
             && other.addr < self.addr.saturating_add(len_bytes)
     }

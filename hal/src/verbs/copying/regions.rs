@@ -2,6 +2,7 @@
 //!
 //! Invariant: an entry is reused only with a later generation, so that an old key is never valid again.
 
+use super::super::alias::AliasError;
 use super::super::config::VerbsError;
 use super::MemoryRange;
 use crate::dma::{Address, DmaMemory, RegionKey, Status};
@@ -35,11 +36,16 @@ pub enum MapMemoryError {
     /// The device refused to register it.
     #[error(transparent)]
     Register(#[from] VerbsError),
+    /// Another function's memory could not be attached.
+    #[error(transparent)]
+    Alias(#[from] AliasError),
 }
 
 pub(super) enum Mapped<R> {
     /// Memory of this process. The registration is dropped before the memory.
     ThisProcess { registration: R, memory: Arc<dyn DmaMemory>, lkey: u32, is_local: bool },
+    /// Memory of another function of the device, under a local key that `_alias` keeps.
+    Alias { _alias: R, region: RemoteRegion },
     /// Memory of a peer.
     Peer { peer: u16, region: RemoteRegion, lands: bool },
 }
@@ -94,11 +100,18 @@ impl<R> Regions<R> {
             return Err(if was_assigned { Status::StaleRegion } else { Status::BadRegion });
         };
         match mapped {
+            Mapped::Alias { region, .. } => {
+                let addr = region.at(at.offset_bytes, len_bytes).map_err(|_| Status::OutOfBounds)?;
+                let range =
+                    MemoryRange { addr, key: region.rkey, is_alias: true, peer: None, word: None, backing: None };
+                Ok(Found { local_ptr: None, range, is_local: false })
+            }
             Mapped::Peer { peer, region, lands } => {
                 let addr = region.at(at.offset_bytes, len_bytes).map_err(|_| Status::OutOfBounds)?;
                 // Within a landing area, so 32 bits suffice.
                 let word = lands.then_some(at.offset_bytes as u32);
-                let range = MemoryRange { addr, key: region.rkey, peer: Some(*peer), word, backing: None };
+                let range =
+                    MemoryRange { addr, key: region.rkey, is_alias: false, peer: Some(*peer), word, backing: None };
                 Ok(Found { local_ptr: None, range, is_local: false })
             }
             Mapped::ThisProcess { memory, lkey, is_local, .. } => {
@@ -110,7 +123,7 @@ impl<R> Regions<R> {
                 let local_ptr = memory.base().as_ptr().wrapping_add(at.offset_bytes as usize);
                 let addr = local_ptr.expose_provenance() as u64;
                 let backing = Some(memory.backing().at(at.offset_bytes));
-                let range = MemoryRange { addr, key: *lkey, peer: None, word: None, backing };
+                let range = MemoryRange { addr, key: *lkey, is_alias: false, peer: None, word: None, backing };
                 Ok(Found { local_ptr: Some(local_ptr), range, is_local: *is_local })
             }
         }
