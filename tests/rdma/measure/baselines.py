@@ -78,6 +78,8 @@ def conformance(results, part, hosts, options):
         for check in CHECKS_QUICK if options.quick else CHECKS:
             attempt(results, part, host.label, f"verbs {check}", lambda check=check, host=host: one_check(host, check))
         attempt(results, part, host.label, "verbs memcpy", lambda host=host: copies(results, part, host))
+    first, card, _ = hosts
+    attempt(results, part, f"{card.label}->{first.label}", "alias keys", lambda: exported(first, card))
 
 
 def attempt(results, part, where, what, work):
@@ -108,6 +110,21 @@ def copies(results, part, host):
         raise Failed(f"{host.label}: verbs memcpy: {last(done.stderr)}")
     for length, rate, share in re.findall(r"^(\d+) B: ([0-9.]+) GB/s, ([0-9.]+) of", done.stdout, re.MULTILINE):
         results.add(part, host.label, f"copies by the engine, {length} B", float(rate), "GB/s", f"{share} of the processor's")
+
+
+def exported(host, card):
+    """Let the engine of a card read and write memory that its host exports."""
+    with host.start(["verbs", "export", host.link.verbs()]) as server:
+        line = server.until(lambda line: line.startswith(("grant ", "no export: ")), SHORT_S)
+        if line.startswith("no export: "):
+            raise Skip(line.removeprefix("no export: "))
+        done = card.run(["verbs", "memcpy", card.link.verbs(), "-"], CHECK_LIMIT_S, check=False, text=line.split()[1])
+        refused = re.search(r"^no DMA engine: (.*)$", done.stderr, re.MULTILINE)
+        if refused:
+            raise Skip(refused[1])
+        if done.returncode != 0:
+            raise Failed(f"{card.label}: verbs memcpy with a grant: {last(done.stderr)}")
+        return last(server.finish(SHORT_S), 1)
 
 
 def between(results, part, hosts, options):

@@ -16,6 +16,8 @@ class Results:
         self.machines = {}
         self.rows = []
         self.counters = {}
+        # How long each part has taken.
+        self.seconds = {}
 
     def add(self, part, where, what, value=None, unit="", note=""):
         """Add a row that is right; `value` is a number, or None for a check."""
@@ -42,7 +44,7 @@ class Results:
 
     def to_json(self):
         counts = {status.lower(): self.count(status) for status in ("ok", "skipped", "FAILED")}
-        everything = dict(machines=self.machines, rows=self.rows, counters=self.counters, summary=counts)
+        everything = dict(machines=self.machines, rows=self.rows, counters=self.counters, seconds=self.seconds, summary=counts)
         return json.dumps(everything, indent=1) + "\n"
 
     def to_table(self):
@@ -60,6 +62,7 @@ class Results:
         text += suspicious(self.counters) or ["  none"]
         if any(facts.get("soft") for facts in self.machines.values()):
             text += ["", "Soft-RoCE runs in the kernel: these rates and latencies say nothing about hardware"]
+        text += ["", "seconds: " + ", ".join(f"{part} {seconds}" for part, seconds in self.seconds.items())]
         counts = f"{self.count('ok')} right, {self.count('skipped')} skipped, {self.count('FAILED')} failed"
         return "\n".join([*text, "", counts, ""])
 

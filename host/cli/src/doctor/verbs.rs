@@ -22,7 +22,7 @@ mod built {
     use std::net::Ipv6Addr;
     use sumac_hal::udp::UdpConfig;
     use sumac_hal::verbs::{
-        VerbsDevice, VerbsError, device_locked_bytes, devices, max_memcpy_len_bytes, port_locked_bytes,
+        VerbsDevice, VerbsError, alias_support, device_locked_bytes, devices, max_memcpy_len_bytes, port_locked_bytes,
         rank_locked_bytes,
     };
 
@@ -52,7 +52,10 @@ mod built {
                     advice: String::new(),
                 };
                 let ports = ports.iter().map(of_port).chain(failed.into_iter().map(unusable));
-                ports.chain([locked()]).chain(names.into_iter().map(copies)).collect()
+                ports
+                    .chain([locked()])
+                    .chain(names.into_iter().flat_map(|name| [copies(name), aliases(name)]))
+                    .collect()
             }
         }
     }
@@ -64,6 +67,17 @@ mod built {
             Err(error) => (Health::Missing, error.to_string()),
         };
         Finding { health, what: "DMA copies", found, advice: String::new() }
+    }
+
+    /// Check whether the device shares memory between its functions, as a card that copies from and to its host needs.
+    fn aliases(device: &str) -> Finding {
+        let (health, found) = match alias_support(device) {
+            Ok(support) => {
+                (Health::Ok, format!("{device}: exports and attaches memory, as function {}", support.function))
+            }
+            Err(error) => (Health::Missing, error.to_string()),
+        };
+        Finding { health, what: "alias keys", found, advice: String::new() }
     }
 
     fn of_port(port: &VerbsDevice) -> Finding {
