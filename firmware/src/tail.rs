@@ -13,6 +13,8 @@
 //! Reading from the FIFO returns nothing both at the end and while the host pauses. The first word decides whether
 //! there is a tail at all; within a part, `wait` is asked how long to go on.
 //!
+//! A host may also send a payload alone, to a card that has been running for long ([`Fifo::next_payload`]).
+//!
 //! Invariant: lengths are checked against limits before they size anything; the payload is read in pieces.
 
 use crate::enrolment::{self, EnrolmentError, TAIL_MAX_BYTES};
@@ -120,9 +122,27 @@ impl<R: Read, W: FnMut(u32) -> bool> Fifo<R, W> {
             has_word = self.try_word(&mut word)?;
         }
         let key = enrolment::parse(&text[..len])?;
-        if !has_word || *word != *MAGIC {
-            return Ok(Tail { key, payload: None });
+        let payload = if has_word && *word == *MAGIC { Some(self.read_header()?) } else { None };
+        Ok(Tail { key, payload })
+    }
+
+    /// Read up to the next payload, past whatever else is there, as what is left of one that was refused or cut off.
+    /// `None`: nothing is there now.
+    ///
+    /// # Errors
+    /// [`TailError`].
+    pub fn next_payload(&mut self) -> Result<Option<Payload>, TailError> {
+        let mut word = Zeroizing::new([0; WORD]);
+        while self.try_word(&mut word)? {
+            if *word == *MAGIC {
+                return self.read_header().map(Some);
+            }
         }
+        Ok(None)
+    }
+
+    /// Read what precedes a payload, after its first word.
+    fn read_header(&mut self) -> Result<Payload, TailError> {
         let mut header = [0; HEADER_BYTES - WORD];
         self.read_exactly(&mut header)?;
         let number = |at: usize| header[at..at + 8].iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte));
@@ -131,7 +151,7 @@ impl<R: Read, W: FnMut(u32) -> bool> Fifo<R, W> {
         let mut manifest = vec![0; (length as usize).next_multiple_of(WORD)];
         self.read_exactly(&mut manifest)?;
         manifest.truncate(length as usize);
-        Ok(Tail { key, payload: Some(Payload { manifest, len_bytes }) })
+        Ok(Payload { manifest, len_bytes })
     }
 
     /// Read the next piece of a payload, of which `left` bytes are left, into a buffer of whole words.
@@ -251,6 +271,19 @@ mod tests {
             let bytes = if with_magic { [&MAGIC[..], &bytes].concat() } else { bytes };
             let _ = slow(&bytes, 8, false).read_tail();
         }
+    }
+
+    #[test]
+    fn payload_is_found_behind_what_another_one_has_left() {
+        let payload = |text: &[u8]| [emit(text, 8).expect("fits"), vec![0xee; 8]].concat();
+        let bytes = [vec![0x5a; 4096], payload(b"one"), vec![0; 64], payload(b"two")].concat();
+        let mut fifo = slow(&bytes, 4, false);
+        for manifest in [b"one", b"two"] {
+            let found = fifo.next_payload().expect("readable").expect("a payload");
+            assert_eq!((&found.manifest[..], found.len_bytes), (&manifest[..], 8));
+        }
+        assert!(fifo.next_payload().expect("readable").is_none());
+        assert!(matches!(slow(&MAGIC[..], 1, false).next_payload(), Err(TailError::Read(_))), "cut off");
     }
 
     #[test]

@@ -14,6 +14,7 @@ mod images;
 #[cfg(feature = "redfish")]
 mod redfish;
 mod rshim;
+mod runtime;
 mod success;
 
 use ed25519_dalek::SigningKey;

@@ -1,8 +1,8 @@
 //! A simulated card: a FUSE folder with `boot` and `misc` that behaves like Mellanox/rshim-user-space and follows a
 //! script.
 //!
-//! - Opening `boot` resets the card and sets BOOT_MODE to 0; a second opening is refused (`EBUSY`); closing it sets
-//!   BOOT_MODE to 1.
+//! - Opening `boot` resets the card and sets BOOT_MODE to 0, unless BOOT_RESET_SKIP is set; a second opening is refused
+//!   (`EBUSY`); closing it sets BOOT_MODE to 1.
 //! - Writes go to a FIFO that drains as scripted: slowly, partially, with an error, or never.
 //! - The first read of `misc` after an open returns the whole text, the next one end of file. At display level 2 the
 //!   text includes the boot log, which has 127 words: when it is full, the newest text is cut or dropped.

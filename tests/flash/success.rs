@@ -52,7 +52,7 @@ fn ready_line_that_came_too_early_counts_once_it_is_repeated() {
 }
 
 /// Return what `sumac image tail` writes.
-fn tail(bench: &Bench) -> Vec<u8> {
+pub(super) fn tail(bench: &Bench) -> Vec<u8> {
     let path = |name: &str| bench.path(name).display().to_string();
     let output = bench.sumac(&["image", "tail", &path("image.bfb"), "-o", &path("tail")]);
     assert!(output.status.success(), "{output:?}");

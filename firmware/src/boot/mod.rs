@@ -1,4 +1,5 @@
-//! The firmware's boot order: EFI variables, through Linux's efivarfs.
+//! The firmware's boot order: EFI variables, through Linux's efivarfs, or the eMMC's boot partitions
+//! ([`SwapBootOrder`]) where the firmware keeps no variables.
 //!
 //! Each slot has a boot entry of its own (`Boot####`), which names its partition by GUID and holds the kernel's command
 //! line. A trial is started with `BootNext`, which the firmware deletes before it starts the entry: if the trial
@@ -17,10 +18,16 @@
 //! Invariants: an entry is written completely before an order names it; entries of others are never changed, and stay
 //! in `BootOrder` in their order.
 
+mod entries;
 mod load_option;
+mod mmc;
 mod order;
+mod swap;
 mod variables;
 
+pub use entries::BootEntries;
 pub use load_option::{LoadOption, Partition};
+pub use mmc::EmmcPartitions;
 pub use order::{EfiBootOrder, EntryError};
+pub use swap::{BootPartition, BootPartitions, ResetSetting, SwapBootOrder, SwapError};
 pub use variables::{EFIVARS, Efivarfs, Variables};

@@ -1,5 +1,6 @@
 //! The boot entries of the slots and their order.
 
+use super::entries::BootEntries;
 use super::load_option::{LoadOption, Partition};
 use super::variables::Variables;
 use crate::payload::{INITRD_PATH, KERNEL_PATH};
@@ -49,7 +50,7 @@ pub struct EfiBootOrder<V> {
 }
 
 /// Return the description of a slot's entry.
-const fn description(slot: Slot) -> &'static str {
+pub(super) const fn description(slot: Slot) -> &'static str {
     match slot {
         Slot::A => "Sumac A",
         Slot::B => "Sumac B",
@@ -66,29 +67,6 @@ impl<V: Variables> EfiBootOrder<V> {
         Self { variables }
     }
 
-    /// Create or replace the entry of a slot that is about to be written, and take it out of the order, where it
-    /// belongs again when it is preferred: a trial that is not started by [`BootOrder::try_once`] would not be counted.
-    /// `command_line` is that of the running kernel: what names an initramfs and a slot is replaced by what this slot
-    /// needs.
-    ///
-    /// # Errors
-    /// [`EntryError`].
-    pub fn set_entry(&mut self, slot: Slot, partition: Partition, command_line: &str) -> Result<(), EntryError> {
-        let option = LoadOption {
-            description: description(slot).into(),
-            partition,
-            path: KERNEL_PATH.into(),
-            arguments: arguments(slot, command_line),
-        };
-        let bytes = option.emit().ok_or(EntryError::TooLong)?;
-        self.retire(slot)?;
-        match self.find(slot)? {
-            Some((_, had)) if had == bytes => Ok(()),
-            Some((number, _)) => self.write(&name_of(number), &bytes),
-            None => self.write(&name_of(self.free_number()?), &bytes),
-        }
-    }
-
     /// Return the slot of the entry that the firmware has started, if it is one of ours.
     ///
     /// # Errors
@@ -96,30 +74,6 @@ impl<V: Variables> EfiBootOrder<V> {
     pub fn current(&self) -> Result<Option<Slot>, EntryError> {
         let current = self.read(CURRENT)?.and_then(|value| value.try_into().ok()).map(u16::from_le_bytes);
         current.map_or(Ok(None), |number| self.slot_of(number))
-    }
-
-    /// Return the first slot in the firmware's order.
-    ///
-    /// # Errors
-    /// [`EntryError::Variable`].
-    pub fn preferred(&self) -> Result<Option<Slot>, EntryError> {
-        for number in self.order()? {
-            if let Some(slot) = self.slot_of(number)? {
-                return Ok(Some(slot));
-            }
-        }
-        Ok(None)
-    }
-
-    /// Take a slot out of the order, so that the firmware starts it no more.
-    ///
-    /// # Errors
-    /// [`EntryError`].
-    pub fn retire(&mut self, slot: Slot) -> Result<(), EntryError> {
-        let Some((number, _)) = self.find(slot)? else { return Ok(()) };
-        let order = self.order()?;
-        let kept: Vec<u16> = order.iter().copied().filter(|other| *other != number).collect();
-        if kept == order { Ok(()) } else { self.write_order(&kept) }
     }
 
     fn slot_of(&self, number: u16) -> Result<Option<Slot>, EntryError> {
@@ -193,8 +147,42 @@ impl<V: Variables> BootOrder for EfiBootOrder<V> {
     }
 }
 
+impl<V: Variables> BootEntries for EfiBootOrder<V> {
+    fn preferred(&self) -> Result<Option<Slot>, EntryError> {
+        for number in self.order()? {
+            if let Some(slot) = self.slot_of(number)? {
+                return Ok(Some(slot));
+            }
+        }
+        Ok(None)
+    }
+
+    fn set_entry(&mut self, slot: Slot, partition: Partition, command_line: &str) -> Result<(), EntryError> {
+        let option = LoadOption {
+            description: description(slot).into(),
+            partition,
+            path: KERNEL_PATH.into(),
+            arguments: arguments(slot, command_line),
+        };
+        let bytes = option.emit().ok_or(EntryError::TooLong)?;
+        self.retire(slot)?;
+        match self.find(slot)? {
+            Some((_, had)) if had == bytes => Ok(()),
+            Some((number, _)) => self.write(&name_of(number), &bytes),
+            None => self.write(&name_of(self.free_number()?), &bytes),
+        }
+    }
+
+    fn retire(&mut self, slot: Slot) -> Result<(), EntryError> {
+        let Some((number, _)) = self.find(slot)? else { return Ok(()) };
+        let order = self.order()?;
+        let kept: Vec<u16> = order.iter().copied().filter(|other| *other != number).collect();
+        if kept == order { Ok(()) } else { self.write_order(&kept) }
+    }
+}
+
 /// Return the command line of a slot's kernel.
-fn arguments(slot: Slot, command_line: &str) -> String {
+pub(super) fn arguments(slot: Slot, command_line: &str) -> String {
     let is_ours = |word: &&str| {
         !["initrd=", "sumac.slot=", "sumac.boot-fifo=", "BOOT_IMAGE="].iter().any(|key| word.starts_with(key))
     };

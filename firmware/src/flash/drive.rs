@@ -27,6 +27,8 @@ pub struct Image {
     pub bytes: SealedImage,
     /// The SHA-256 of the stream when it was checked.
     pub sha256: [u8; 32],
+    /// Whether only what follows the stream is written.
+    pub is_tail_only: bool,
 }
 
 impl Image {
@@ -35,7 +37,7 @@ impl Image {
     /// # Errors
     /// The system's error.
     pub fn try_clone(&self) -> io::Result<Self> {
-        Ok(Self { bytes: self.bytes.try_clone()?, sha256: self.sha256 })
+        Ok(Self { bytes: self.bytes.try_clone()?, ..*self })
     }
 }
 
@@ -164,8 +166,9 @@ impl<S: FnMut(Role, Stdio) -> io::Result<Child>> Workers<S> {
             true => vec![Event::Closed],
             false => vec![Event::WriteFailed(Errno::PIPE), Event::Closed],
         };
-        let spawned = image.ok_or(io::ErrorKind::NotFound.into()).and_then(|Image { bytes, sha256 }| {
-            let contents = Contents { len_bytes: bytes.len_bytes(), sha256, tail_len_bytes: bytes.tail_len_bytes() };
+        let spawned = image.ok_or(io::ErrorKind::NotFound.into()).and_then(|Image { bytes, sha256, is_tail_only }| {
+            let (len_bytes, tail_len_bytes) = (bytes.len_bytes(), bytes.tail_len_bytes());
+            let contents = Contents { len_bytes, sha256, tail_len_bytes, is_tail_only };
             let process = (self.spawn)(Role::Boot(contents), bytes.into_stdin())?;
             Worker::watch(process, self.sender.clone(), at_end)
         });

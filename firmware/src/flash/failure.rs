@@ -61,6 +61,8 @@ pub enum Stage {
     Writing,
     /// The stream is written; the card boots.
     Booting,
+    /// All is written; the card, which goes on running, installs it.
+    Installing,
 }
 
 impl std::fmt::Display for Stage {
@@ -70,6 +72,7 @@ impl std::fmt::Display for Stage {
             Self::Opening => "resetting the card",
             Self::Writing => "writing",
             Self::Booting => "waiting for the card to boot",
+            Self::Installing => "waiting for the card to install the image",
         })
     }
 }
@@ -118,6 +121,7 @@ pub enum Failure {
         linux = match (stage, is_linux_up) {
             (Stage::Booting, true) => "; its Linux is up, but the awaited line has not come",
             (Stage::Booting, false) => "; its Linux has not come up",
+            (Stage::Installing, _) => "; the agent has not reported an outcome",
             _ => "",
         },
         reported = error_line.as_ref().map_or_else(String::new, |line| format!("; the card had reported: {line}")),
@@ -228,7 +232,7 @@ impl Failure {
             Self::NotDraining => (
                 "not-draining",
                 17,
-                "the boot log above shows which stage stopped; check that the image is for this part (secured or not), and that the card has power. Power-cycle it before trying again",
+                "the boot log above shows which stage stopped; check that the image is for this part (secured or not), and that the card has power. Power-cycle it before trying again. With --runtime, the card was not reset: it must run a confirmed version of the agent from a slot, and it discards what it has got when it is flashed without --runtime",
             ),
             Self::Gone => (
                 "gone",
@@ -255,6 +259,11 @@ impl Failure {
                     "log-assert",
                     23,
                     "a boot stage found an unexpected state of the hardware or an image; the line names the source location",
+                ),
+                LogKind::RuntimeFailed => (
+                    "log-runtime",
+                    31,
+                    "the card goes on with the version that runs, and starts it again after a reset; flash it without --runtime if this does not pass",
                 ),
                 LogKind::Critical => {
                     ("log-critical", 24, "the program in the stream gave up; the console node shows why")

@@ -63,6 +63,9 @@ pub enum Until {
     Rebooting,
     /// `In Enhanced NIC mode`: a card in NIC mode has taken a vendor's update.
     NicMode,
+    /// `Runtime upgrade finished`: a card that goes on running has installed what followed the images. Only that is
+    /// written, and the card is never reset.
+    Runtime,
 }
 
 impl Until {
@@ -72,6 +75,7 @@ impl Until {
             Self::LinuxUp => matches!(kind, LogKind::Ready | LogKind::LinuxUp),
             Self::Rebooting => kind == LogKind::Rebooting,
             Self::NicMode => kind == LogKind::NicMode,
+            Self::Runtime => kind == LogKind::RuntimeFinished,
         }
     }
 }
@@ -84,7 +88,7 @@ pub enum Event {
     Set(Setting, Result<(), Errno>),
     /// The result of reading `misc`.
     Misc(Result<Box<Misc>, Errno>),
-    /// `boot` is open: the card has been reset.
+    /// `boot` is open: the card has been reset, unless it is to go on running.
     Opened,
     /// `boot` could not be opened.
     OpenFailed(Errno),

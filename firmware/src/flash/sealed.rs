@@ -166,7 +166,7 @@ mod tests {
         std::fs::write(&boot, "").expect("written");
         let card = Rshim::new(&folder.path().display().to_string());
         let sha256 = Sha256::digest(&checked).into();
-        let contents = Contents { len_bytes: good.len() as u64, sha256, tail_len_bytes: 0 };
+        let contents = Contents { len_bytes: good.len() as u64, sha256, tail_len_bytes: 0, is_tail_only: false };
         serve_boot(&card, sealed.file, &contents, &mut Vec::new()).expect("no error");
         assert!(std::fs::read(&boot).expect("there") == good, "exactly the checked bytes");
     }
@@ -193,8 +193,12 @@ mod tests {
         let image: Vec<u8> = (0..100_000_u32).map(|at| (at / 7) as u8).collect();
         let sealed = SealedImage::copy(&image[..], &b"tail"[..]).expect("memory");
         assert_eq!(sealed.tail_sha256().expect("readable")[..], Sha256::digest(b"tail")[..]);
-        let contents =
-            Contents { len_bytes: image.len() as u64, sha256: Sha256::digest(&image).into(), tail_len_bytes: 4 };
+        let contents = Contents {
+            len_bytes: image.len() as u64,
+            sha256: Sha256::digest(&image).into(),
+            tail_len_bytes: 4,
+            is_tail_only: false,
+        };
         let card = Rshim::new(&folder.path().display().to_string());
         let mover = Mover(sealed.try_clone().expect("descriptors are left").file);
         serve_boot(&card, sealed.file, &contents, mover).expect("no error");

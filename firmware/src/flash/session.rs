@@ -14,7 +14,9 @@
 //! - restoring has a time limit of its own, so that a driver that hangs cannot delay the end;
 //! - at most one command is in flight on each of the two nodes, `misc` and `boot`;
 //! - a card that has received part of a stream is reset, because it cannot boot; a card that has received all of it is
-//!   never reset, because it may be writing its own flash.
+//!   never reset, because it may be writing its own flash;
+//! - a card that is to go on running ([`Until::Runtime`]) is never reset: `boot` is opened only after the driver has
+//!   taken BOOT_RESET_SKIP, which is restored once `boot` is closed. Every other run clears what a killed one has left.
 
 use super::failure::{Failure, Stage};
 use super::messages::{Command, Event, Goal, Length, Limits, Outcome, Progress, Restored, Until};
@@ -60,6 +62,8 @@ pub struct Session {
     was_misc_set: bool,
     written_bytes: u64,
     clears_log: bool,
+    /// The driver has taken BOOT_RESET_SKIP.
+    skips_reset: bool,
     log: Option<LogReader>,
     tail: VecDeque<String>,
     failed_polls: u32,
@@ -99,7 +103,9 @@ enum Step {
 impl Session {
     /// Start flashing a stream of this length to a card with the settings `before`. The time limit counts from `now`.
     pub fn new(length: Length, before: &Misc, goal: Goal, limits: Limits, now: Instant) -> Self {
-        let settings = [Setting::DisplayLevel(2), Setting::ClearOnRead(!goal.keeps_log)];
+        let is_runtime = goal.until == Until::Runtime;
+        let skips = Setting::BootResetSkip(is_runtime);
+        let settings = [Setting::DisplayLevel(2), Setting::ClearOnRead(!goal.keeps_log), skips];
         Self {
             limits,
             goal,
@@ -107,7 +113,7 @@ impl Session {
             len_bytes: length.images_bytes + length.tail_bytes,
             reached: None,
             error_line: None,
-            is_linux_up: false,
+            is_linux_up: is_runtime,
             // 0 was left behind by another tool; a card with it would wait for a stream for ever.
             boot_mode_before: before.boot_mode.filter(|mode| *mode != BOOT_MODE_RSHIM).unwrap_or(BOOT_MODE_EMMC),
             display_level_before: before.display_level.unwrap_or(0),
@@ -119,6 +125,7 @@ impl Session {
             was_misc_set: false,
             written_bytes: 0,
             clears_log: false,
+            skips_reset: false,
             log: None,
             tail: VecDeque::new(),
             failed_polls: 0,
@@ -141,13 +148,13 @@ impl Session {
             Event::OpenFailed(errno) => {
                 // The card was not reset, and another process may be using it.
                 (self.is_boot_open, self.was_boot_opened) = (false, false);
-                self.end(Err(on_open(errno)), now);
+                self.end(Err(on_open(errno, self.stage)), now);
             }
             Event::Wrote(bytes) => {
                 self.written_bytes += bytes;
                 self.shown.push_back(Progress::Written(self.written_bytes));
                 if self.written_bytes >= self.images_len_bytes && self.stage < Stage::Booting {
-                    self.enter(Stage::Booting);
+                    self.enter(if self.is_runtime() { Stage::Installing } else { Stage::Booting });
                     self.stale_readings = 1 + u32::from(self.is_misc_busy);
                     self.next_poll = now;
                 }
@@ -203,7 +210,7 @@ impl Session {
             }
             Command::Write => {
                 (self.is_boot_open, self.was_boot_opened) = (true, true);
-                self.enter(Stage::Opening);
+                self.enter(if self.is_runtime() { Stage::Writing } else { Stage::Opening });
             }
             Command::StopWriting => {}
         }
@@ -239,6 +246,11 @@ impl Session {
         Some(Outcome { result, written_bytes, restored, log_tail, up_time_s })
     }
 
+    /// Return whether the card goes on running.
+    fn is_runtime(&self) -> bool {
+        self.goal.until == Until::Runtime
+    }
+
     /// Return whether `misc` is polled.
     fn is_polling(&self) -> bool {
         match &self.ending {
@@ -256,6 +268,7 @@ impl Session {
 
     fn on_set(&mut self, setting: Setting, result: Result<(), Errno>, now: Instant) {
         self.is_misc_busy = false;
+        self.skips_reset |= setting == Setting::BootResetSkip(true) && result.is_ok();
         match (&mut self.ending, setting, result) {
             // An old driver rejects this setting, so it was not set before either.
             (Some(_), Setting::ClearOnRead(_), _) if !self.clears_log => {}
@@ -263,6 +276,8 @@ impl Session {
                 ending.trouble.get_or_insert_with(|| format!("{}: {errno}", setting.key()));
             }
             (None, Setting::ClearOnRead(clears), result) => self.clears_log = clears && result.is_ok(),
+            // A driver without this setting always resets the card.
+            (None, Setting::BootResetSkip(false), Err(Errno::INVAL)) => {}
             (None, _, Err(errno)) => {
                 let failure = match errno {
                     Errno::ACCESS | Errno::PERM => Failure::Permission,
@@ -349,16 +364,16 @@ impl Session {
             return;
         }
         let kind = kind_of(&line);
-        self.is_linux_up |= kind == LogKind::LinuxUp && self.stage == Stage::Booting && !is_stale;
+        self.is_linux_up |= kind == LogKind::LinuxUp && self.stage >= Stage::Booting && !is_stale;
         match kind {
             LogKind::NicMode if self.goal.until != Until::NicMode => self.end(Err(Failure::NicMode), now),
             LogKind::SystemError => self.error_line = Some(line),
             LogKind::Error if self.goal.tolerates_errors => self.error_line = Some(line),
-            kind @ (LogKind::Critical | LogKind::Error | LogKind::Assert | LogKind::Panic | LogKind::Exception) => {
+            kind if kind.is_failure() || kind == LogKind::RuntimeFailed && self.is_runtime() => {
                 self.end(Err(Failure::Log { kind, line }), now);
             }
             // A line from before the last byte cannot be about this stream.
-            kind if self.stage == Stage::Booting && !is_stale && self.goal.until.is_reached_by(kind) => {
+            kind if self.stage >= Stage::Booting && !is_stale && self.goal.until.is_reached_by(kind) => {
                 if self.written_bytes >= self.len_bytes {
                     self.end(Ok(line), now);
                 } else {
@@ -409,9 +424,12 @@ impl Session {
         if self.was_boot_opened {
             self.queue.push_back(Command::Set(Setting::BootMode(self.boot_mode_before)));
             // Opening `boot` has reset the card, and a card without a complete stream does not boot.
-            if matches!(self.stage, Stage::Opening | Stage::Writing) {
+            if matches!(self.stage, Stage::Opening | Stage::Writing) && !self.is_runtime() {
                 self.queue.push_back(Command::Set(Setting::Reset));
             }
+        }
+        if self.skips_reset {
+            self.queue.push_back(Command::Set(Setting::BootResetSkip(false)));
         }
         self.queue.push_back(Command::Set(Setting::ClearOnRead(false)));
         self.queue.push_back(Command::Set(Setting::DisplayLevel(self.display_level_before)));
@@ -433,7 +451,7 @@ fn is_gone(errno: Errno) -> bool {
 }
 
 /// Map an error of opening `boot`.
-fn on_open(errno: Errno) -> Failure {
+fn on_open(errno: Errno, stage: Stage) -> Failure {
     match errno {
         Errno::BUSY => Failure::Busy,
         Errno::NODEV | Errno::NXIO => Failure::NotAttached,
@@ -441,7 +459,7 @@ fn on_open(errno: Errno) -> Failure {
         Errno::PERM => Failure::SecureMode,
         Errno::ACCESS => Failure::Permission,
         errno if is_gone(errno) => Failure::Gone,
-        errno => Failure::Io { stage: Stage::Opening, error: errno.to_string() },
+        errno => Failure::Io { stage, error: errno.to_string() },
     }
 }
 

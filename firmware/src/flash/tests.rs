@@ -1,5 +1,7 @@
 //! Sessions against a simulated card in virtual time: every failure, every stage that can hang, and what is restored.
 
+mod runtime;
+
 use super::*;
 use crate::rshim::{LogKind, Misc, Setting};
 use rustix::io::Errno;
@@ -109,7 +111,9 @@ fn run(card: Card, until: Until) -> RunResult {
                 Command::Write => match card.open {
                     Some(errno) => answers.push_back((later, Event::OpenFailed(errno))),
                     None => {
-                        (boot_mode, writing) = (0, true);
+                        writing = true;
+                        // An open that skips the reset leaves it alone.
+                        boot_mode = if settings.contains(&Setting::BootResetSkip(true)) { boot_mode } else { 0 };
                         answers.push_back((later, Event::Opened));
                     }
                 },
@@ -179,6 +183,8 @@ fn ready_line_is_success_and_settings_are_restored() {
     let expected = [
         Setting::DisplayLevel(2),
         Setting::ClearOnRead(true),
+        // What a run with --runtime that was killed may have left.
+        Setting::BootResetSkip(false),
         Setting::BootMode(1),
         Setting::ClearOnRead(false),
         Setting::DisplayLevel(1),
@@ -327,7 +333,8 @@ fn failed_open_changes_no_boot_mode_and_restores_settings() {
         assert_eq!(*ran.failure(), failure);
         assert_eq!((&ran.outcome.restored, ran.outcome.written_bytes), (&Restored::Yes, 0));
         let expected = [2, 1].map(Setting::DisplayLevel);
-        let touched: Vec<_> = ran.settings.iter().filter(|set| !matches!(set, Setting::ClearOnRead(_))).collect();
+        let is_harmless = |set: &&Setting| matches!(set, Setting::ClearOnRead(_) | Setting::BootResetSkip(false));
+        let touched: Vec<_> = ran.settings.iter().filter(|set| !is_harmless(set)).collect();
         assert_eq!(touched, [&expected[0], &expected[1]], "{errno}");
     }
 }
@@ -453,6 +460,7 @@ fn failures_have_unique_names_and_exit_statuses_listed_in_the_readme() {
         log(LogKind::Exception),
         log(LogKind::Assert),
         log(LogKind::Critical),
+        log(LogKind::RuntimeFailed),
         Failure::Setting { key: "", error: String::new() },
         Failure::ImageChanged,
         Failure::Image(String::new()),

@@ -29,6 +29,8 @@ pub struct Contents {
     pub sha256: [u8; 32],
     /// The length of what follows it, in bytes.
     pub tail_len_bytes: u64,
+    /// Whether only what follows the stream is written.
+    pub is_tail_only: bool,
 }
 
 /// A request to a worker.
@@ -44,6 +46,8 @@ pub(super) enum Request {
     BootMode(u32),
     /// Change a setting.
     Reset,
+    /// Change a setting.
+    BootResetSkip(bool),
 }
 
 impl From<Setting> for Request {
@@ -53,6 +57,7 @@ impl From<Setting> for Request {
             Setting::ClearOnRead(clears) => Self::ClearOnRead(clears),
             Setting::BootMode(mode) => Self::BootMode(mode),
             Setting::Reset => Self::Reset,
+            Setting::BootResetSkip(skips) => Self::BootResetSkip(skips),
         }
     }
 }
@@ -65,6 +70,7 @@ impl Request {
             Self::ClearOnRead(clears) => Some(Setting::ClearOnRead(clears)),
             Self::BootMode(mode) => Some(Setting::BootMode(mode)),
             Self::Reset => Some(Setting::Reset),
+            Self::BootResetSkip(skips) => Some(Setting::BootResetSkip(skips)),
         }
     }
 }
@@ -126,8 +132,9 @@ pub fn serve_misc(card: &Rshim, requests: impl BufRead, mut replies: impl Write)
     Ok(())
 }
 
-/// Serve `boot`: reset the card and write the image, and what follows it. The image's last piece is written only if the
-/// whole image has the SHA-256 that it had when it was checked.
+/// Serve `boot`: open it, which resets the card unless the driver was told otherwise, and write the image and what
+/// follows it, or the latter only. The image's last piece is written only if the whole image has the SHA-256 that it
+/// had when it was checked.
 ///
 /// # Errors
 /// The parent has closed its pipe; `boot` is closed then.
@@ -149,7 +156,7 @@ pub fn serve_boot(card: &Rshim, image: File, contents: &Contents, mut replies: i
 fn write(boot: &mut File, image: File, contents: &Contents, replies: &mut impl Write) -> io::Result<Result<(), Reply>> {
     let unreadable = |error: io::Error| Ok(Err(Reply::ImageFailed(error.to_string())));
     let mut digest = Sha256::new();
-    let mut left = contents.len_bytes;
+    let mut left = if contents.is_tail_only { 0 } else { contents.len_bytes };
     // A key may be in it.
     let mut buffer = Zeroizing::new(vec![0; CHUNK_LEN_BYTES]);
     while left > 0 {
@@ -231,12 +238,16 @@ mod tests {
             std::fs::write(folder.path().join("boot"), "").expect("written");
             let mut replies = Vec::new();
             let file = File::open(&path).expect("there");
-            let contents = Contents { len_bytes, sha256: *sha256, tail_len_bytes };
+            let contents = Contents { len_bytes, sha256: *sha256, tail_len_bytes, is_tail_only: false };
             serve_boot(&card, file, &contents, &mut replies).expect("no error");
             let lines = String::from_utf8(replies).expect("text");
             let reply: Vec<Reply> = lines.lines().map(|line| serde_json::from_str(line).expect("a line")).collect();
             (reply, std::fs::read(folder.path().join("boot")).expect("there"))
         };
+        std::fs::write(folder.path().join("boot"), "").expect("written");
+        let contents = Contents { len_bytes: image.len() as u64, sha256, tail_len_bytes, is_tail_only: true };
+        serve_boot(&card, File::open(&path).expect("there"), &contents, Vec::new()).expect("no error");
+        assert_eq!(std::fs::read(folder.path().join("boot")).expect("there"), tail, "the tail alone");
         let (reply, boot) = write(image.len() as u64, &sha256);
         assert_eq!((&reply[0], reply.last()), (&Reply::Opened, Some(&Reply::Closed)));
         assert!(boot == [&image[..], &tail].concat(), "the tail follows the image");

@@ -16,6 +16,10 @@ pub enum LogKind {
     Ready,
     /// An installer has finished and restarts the card.
     Rebooting,
+    /// A card that runs has installed an image.
+    RuntimeFinished,
+    /// A card that runs could not install an image.
+    RuntimeFailed,
     /// The card came up as a plain NIC: its Arm cores do not run.
     NicMode,
     /// An installer has failed.
@@ -32,6 +36,13 @@ pub enum LogKind {
     Exception,
 }
 
+impl LogKind {
+    /// Return whether the card, or what boots it, has failed.
+    pub const fn is_failure(self) -> bool {
+        matches!(self, Self::Critical | Self::Error | Self::Assert | Self::Panic | Self::Exception)
+    }
+}
+
 /// Return the meaning of a line. The phrases are those that Mellanox/rshim-user-space's bfb-install looks for, ignoring
 /// case, and the levels those of its rshim_log.c.
 pub fn kind_of(line: &str) -> LogKind {
@@ -42,6 +53,9 @@ pub fn kind_of(line: &str) -> LogKind {
         ("dpu is ready", LogKind::Ready),
         ("linux up", LogKind::LinuxUp),
         ("rebooting...", LogKind::Rebooting),
+        ("runtime upgrade finished", LogKind::RuntimeFinished),
+        // Our agent's.
+        ("runtime upgrade failed", LogKind::RuntimeFailed),
     ];
     let levels = [
         // The driver gives no other module to what Linux writes.
@@ -109,6 +123,8 @@ mod tests {
             ("INFO[MISC]: Rebooting...", LogKind::Rebooting),
             ("INFO[MISC]: rebooting soon", LogKind::Plain),
             ("INFO[MISC]: In Enhanced NIC mode", LogKind::NicMode),
+            ("INFO[MISC]: Runtime upgrade finished: 1.2.3", LogKind::RuntimeFinished),
+            ("INFO[MISC]: Runtime upgrade failed: no space", LogKind::RuntimeFailed),
             ("ERR[BL1]: PSC error -60", LogKind::Error),
             ("ERR[UEFI]: PXE error", LogKind::Error),
             ("ERR[MISC]: DPU is ready for nothing", LogKind::SystemError),

@@ -1,8 +1,9 @@
 //! rshim: a card's boot FIFO and registers, as Mellanox/rshim-user-space exposes them to a host.
 //!
 //! `/dev/rshimN` contains `boot` (writes go to the card's boot FIFO), `misc` (settings and the boot log, as text) and
-//! `console`. **Opening `boot` resets the card**, so only [`Rshim::open_boot`] opens it; reading a card's state
-//! ([`Rshim::read_misc_text`]) has no side effect other than that of [`Setting::ClearOnRead`].
+//! `console`. **Opening `boot` resets the card** unless [`Setting::BootResetSkip`] is set, so only [`Rshim::open_boot`]
+//! opens it; reading a card's state ([`Rshim::read_misc_text`]) has no side effect other than that of
+//! [`Setting::ClearOnRead`].
 //!
 //! Invariants: nodes are never created or truncated; every call is one open, one operation and one close, because the
 //! driver generates its text anew for each open and keeps no state in between.
@@ -35,6 +36,8 @@ pub enum Setting {
     BootMode(u32),
     /// Reset the card now.
     Reset,
+    /// Whether opening `boot` leaves the card running, instead of resetting it.
+    BootResetSkip(bool),
 }
 
 impl Setting {
@@ -45,13 +48,14 @@ impl Setting {
             Self::ClearOnRead(_) => "CLEAR_ON_READ",
             Self::BootMode(_) => "BOOT_MODE",
             Self::Reset => "SW_RESET",
+            Self::BootResetSkip(_) => "BOOT_RESET_SKIP",
         }
     }
 
     fn line(self) -> String {
         let value = match self {
             Self::DisplayLevel(value) | Self::BootMode(value) => value,
-            Self::ClearOnRead(value) => value.into(),
+            Self::ClearOnRead(value) | Self::BootResetSkip(value) => value.into(),
             Self::Reset => 1,
         };
         format!("{} {value}\n", self.key())
@@ -145,7 +149,8 @@ impl Rshim {
         }
     }
 
-    /// Open `boot`: **resets the card**, which then waits for a boot stream. Closing sets its boot mode to eMMC.
+    /// Open `boot`: unless [`Setting::BootResetSkip`] is set, this **resets the card**, which then waits for a boot
+    /// stream. Closing sets its boot mode to eMMC.
     ///
     /// # Errors
     /// The driver's error: `EBUSY` open elsewhere, `ENODEV` not attached, `EINVAL` drop mode, `EPERM` locked.

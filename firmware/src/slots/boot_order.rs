@@ -2,10 +2,12 @@
 
 use super::Slot;
 
-/// What selects the slot that the firmware boots: EFI variables ([`EfiBootOrder`](crate::boot::EfiBootOrder)), or
-/// nothing, where a loader reads the slots' records itself ([`NoBootOrder`](crate::update::NoBootOrder)).
+/// What selects the slot that the firmware boots: EFI variables ([`EfiBootOrder`](crate::boot::EfiBootOrder)), the
+/// eMMC's boot partitions ([`SwapBootOrder`](crate::boot::SwapBootOrder)), or nothing, where a loader reads the slots'
+/// records itself ([`NoBootOrder`](crate::update::NoBootOrder)).
 ///
-/// Both calls take effect at the next restart, and are durable when they return.
+/// Both calls take effect at the next restart, and are durable when they return; those of boot partitions only if power
+/// lasts until then, else the running slot is booted again.
 pub trait BootOrder {
     /// Why the firmware's order cannot be changed.
     type Error;

@@ -12,9 +12,9 @@
 //!
 //! Slots are two partitions of a disk ([`crate::disk`]), which firmware boots by EFI boot entries ([`crate::boot`]),
 //! two files, or the two eMMC boot partitions of a BlueField. In a boot partition the payload has the format of
-//! [`crate::emmc`], and the boot ROM does not read records: on [`Notice::Restart`] the caller also switches the
-//! partition (`mlxbf-bootctl --swap`, EXT_CSD byte 179), with the watchdog that switches back (`mlxbf-bootctl
-//! --watchdog-swap`, 45 to 4095 s) as the guard that does not depend on our code.
+//! [`crate::emmc`], and the boot ROM does not read records: on [`Notice::Restart`] the caller also has the firmware
+//! swap the partitions, with the watchdog that swaps back as the guard that does not depend on our code
+//! ([`crate::boot::SwapBootOrder`]).
 //!
 //! Invariants, checked by cutting power after every single write, with torn and lost writes (`tests`):
 //! - at any time one slot holds a complete payload and a record of it: the running one, or the last confirmed one;

@@ -21,6 +21,10 @@ pub(crate) struct Seen {
     /// The number of times that `boot` was closed.
     pub(crate) closes: u32,
     pub(crate) is_open: bool,
+    /// The driver leaves the card running when `boot` is opened.
+    pub(crate) skips_reset: bool,
+    /// The number of resets by opening `boot`.
+    pub(crate) boot_resets: u32,
     /// Resets through `misc`.
     pub(crate) resets: u32,
     pub(crate) boot_mode: u32,
@@ -133,8 +137,11 @@ impl State {
             return Err(Errno::EBUSY);
         }
         self.seen.is_open = true;
-        self.seen.boot_mode = 0;
-        self.reset = Some(Instant::now());
+        if !self.seen.skips_reset {
+            self.seen.boot_mode = 0;
+            self.seen.boot_resets += 1;
+            self.reset = Some(Instant::now());
+        }
         self.seen.received.clear();
         self.readings_after = 0;
         // Each boot logs the same.
@@ -204,7 +211,7 @@ impl State {
         }
         line("FORCE_CMD", "0 (1: send Force command)".into());
         if self.seen.display_level == 1 {
-            line("BOOT_RESET_SKIP", "0 (1: skip)".into());
+            line("BOOT_RESET_SKIP", format!("{} (1: skip)", u32::from(self.seen.skips_reset)));
             line("PEER_MAC", "00:1a:ca:ff:ff:01 (rw)".into());
             line("PXE_ID", "0x00000000 (rw)".into());
             line("VLAN_ID", "0 0 (rw)".into());
@@ -234,7 +241,8 @@ impl State {
             "BOOT_MODE" => self.seen.boot_mode = value & 3,
             "SW_RESET" => self.seen.resets += value,
             "FORCE_CMD" if self.script.is_dropping => {}
-            "BOOT_TIMEOUT" | "USB_TIMEOUT" | "BOOT_RESET_SKIP" => {}
+            "BOOT_RESET_SKIP" => self.seen.skips_reset = value != 0,
+            "BOOT_TIMEOUT" | "USB_TIMEOUT" => {}
             _ => return Err(Errno::EINVAL),
         }
         self.seen.settings.push(format!("{key} {value}"));

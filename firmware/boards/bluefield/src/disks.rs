@@ -2,10 +2,12 @@
 
 use crate::log::Log;
 use crate::system;
+use rustix::fs::FlockOperation;
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+use sumac_firmware::boot::Partition;
 use sumac_firmware::disk::{self, DiskError, Found, Layout, Part, Permission};
 use sumac_firmware::slots::{FileBlocks, Slot, SlotError, Slots};
 use thiserror::Error;
@@ -42,6 +44,9 @@ pub enum DisksError {
     /// A slot cannot be used.
     #[error("{0}")]
     Slots(#[from] SlotError<io::Error>),
+    /// Another update is being written.
+    #[error("{0}: another update is being written to it")]
+    Busy(String),
 }
 
 /// Where to install (`sumac.install=`).
@@ -128,8 +133,21 @@ impl SlotDisk {
     }
 
     /// Return the partition of a slot.
-    pub fn part(&self, slot: Slot) -> Part {
-        self.layout.slots[usize::from(slot == Slot::B)]
+    pub fn partition(&self, slot: Slot) -> Partition {
+        self.layout.slots[usize::from(slot == Slot::B)].partition
+    }
+
+    /// Exclude other writers of slots, also those of other processes, until the file is dropped.
+    ///
+    /// # Errors
+    /// [`DisksError::Busy`], or the disk cannot be opened.
+    pub fn lock(&self) -> Result<File, DisksError> {
+        let path = || self.path.display().to_string();
+        let file = open(&self.path).map_err(|error| DisksError::Disk { path: path(), source: error.into() })?;
+        match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(file),
+            Err(_) => Err(DisksError::Busy(path())),
+        }
     }
 
     /// Open the store.
@@ -255,7 +273,7 @@ mod tests {
         let made = SlotDisk::prepare(&target, &log).expect("made");
         let again = SlotDisk::prepare(&target, &log).expect("there");
         assert_eq!(made.layout, again.layout);
-        assert_eq!(made.slots().expect("open").capacity_bytes(Slot::B), made.part(Slot::B).len_bytes - 8192);
+        assert_eq!(made.slots().expect("open").capacity_bytes(Slot::B), made.layout.slots[1].len_bytes - 8192);
         assert!(made.store_path().ends_with("disk0p3"));
         made.open_store().expect("open");
         fs::write(&path, "data").expect("written");

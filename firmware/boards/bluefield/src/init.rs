@@ -4,6 +4,7 @@ use crate::config::{CommandLine, ConfigError, PREFIX, Settings, redact};
 use crate::install::{self, InstallError};
 use crate::log::{LINUX_UP, Log};
 use crate::network::{self, NetworkError};
+use crate::receive::Installer;
 use crate::store::{STORE_LEN_BYTES, Store, StoreError};
 use crate::supervisor::{self, Observers};
 use crate::system;
@@ -105,6 +106,7 @@ fn boot(log: &Log) -> Result<(), AgentError> {
     system::open_console();
     let modules = system::load_modules(log);
     system::mount_variables(log);
+    system::mount_debugfs();
     log.info(LINUX_UP);
     log.info(&format!("agent {}, {modules} modules", env!("CARGO_PKG_VERSION")));
     let line = fs::read_to_string("/proc/cmdline");
@@ -120,7 +122,14 @@ fn boot(log: &Log) -> Result<(), AgentError> {
         let Some(running) = running else { system::restart_now(log) };
         let store = running.disk.store_path();
         line.store.get_or_insert_with(|| store.display().to_string());
-        observers.health = Some(trial::watch(running, line.trial, &observers.readiness, log));
+        let installer = Installer {
+            disk: running.disk.clone(),
+            slot,
+            fifo: line.boot_fifo.as_deref().unwrap_or(BOOT_FIFO).into(),
+            line: line.clone(),
+            command_line: text.clone(),
+        };
+        observers.health = Some(trial::watch(running, line.trial, installer, &observers.readiness, log));
     } else {
         key = behind_stream(&line, &text, log)?;
         log.info("runs from memory, until the next reset");
@@ -173,10 +182,7 @@ fn behind_stream(line: &CommandLine, command_line: &str, log: &Log) -> Result<Op
             return Ok(None);
         }
     };
-    let mut fifo = Fifo::new(file, |empty| {
-        std::thread::sleep(FIFO_PAUSE);
-        empty < FIFO_PAUSES_MAX
-    });
+    let mut fifo = Fifo::new(file, pause);
     let tail = match fifo.read_tail() {
         Ok(tail) => tail,
         Err(error) => {
@@ -188,6 +194,12 @@ fn behind_stream(line: &CommandLine, command_line: &str, log: &Log) -> Result<Op
     install::install(&mut fifo, &payload, (line, command_line, tail.key.as_ref()), log)
         .map_err(|error| AgentError::Install(Box::new(error)))?;
     system::restart_now(log)
+}
+
+/// Wait for the host, which pauses, and return whether to go on after this number of empty reads in a row.
+pub(crate) fn pause(empty: u32) -> bool {
+    std::thread::sleep(FIFO_PAUSE);
+    empty < FIFO_PAUSES_MAX
 }
 
 /// Write a key to the store for the next start. This start has it in any case.

@@ -7,20 +7,23 @@
 //! Invariants: nothing is written before the signature, the board, the epoch and the firmware's variables are checked;
 //! a failure is an error, never a system that runs from memory.
 
+use crate::boot_order::{CardBootOrder, OrderError};
 use crate::config::CommandLine;
 use crate::disks::{DisksError, SlotDisk};
 use crate::init::{AgentError, write_key};
 use crate::log::Log;
 use crate::store::Store;
+use ed25519_dalek::VerifyingKey;
 use std::io::{self, Read};
-use sumac_firmware::boot::{EfiBootOrder, Efivarfs, EntryError};
+use sumac_firmware::boot::{BootEntries, EntryError};
 use sumac_firmware::manifest::{Manifest, ManifestError, Trust, envelope};
 use sumac_firmware::slots::{
-    BootOrder, Event, FileBlocks, Notice, Selected, Slot, SlotError, Slots, Start, StartError, UpdateError, Updater,
-    start,
+    BootOrder, Event, FileBlocks, Offer, Selected, Slot, SlotError, Slots, Start, StartError, State, UpdateError,
+    Updater, start,
 };
 use sumac_firmware::tail::{Fifo, Payload};
 use sumac_hal::ctrl::secure::Key;
+use sumac_hal::flash::BlockDevice;
 use sumac_hal::time::Instant;
 use thiserror::Error;
 
@@ -61,13 +64,19 @@ pub enum InstallError {
     Slot(#[from] SlotError<io::Error>),
     /// The boot order cannot be read or set.
     #[error(transparent)]
-    Order(#[from] EntryError),
+    Order(#[from] OrderError),
     /// No slot may be started.
     #[error(transparent)]
-    Start(#[from] StartError<io::Error, EntryError>),
+    Start(#[from] StartError<io::Error, OrderError>),
     /// The key cannot be stored.
     #[error("store: {0}")]
     Store(Box<AgentError>),
+}
+
+impl From<EntryError> for InstallError {
+    fn from(error: EntryError) -> Self {
+        Self::Order(error.into())
+    }
 }
 
 /// Write a payload to a slot, and select it for the next start.
@@ -80,40 +89,70 @@ pub fn install<R: Read, W: FnMut(u32) -> bool>(
     (line, command_line, key): (&CommandLine, &str, Option<&Key>),
     log: &Log,
 ) -> Result<(), InstallError> {
-    let trusted = line.update_key.ok_or(InstallError::NoTrust)?;
-    let manifest = envelope::open::<Manifest>(&payload.manifest, Trust::Key(&trusted)).map_err(ManifestError::from)?;
-    let offer = manifest.offer()?;
-    if offer.len_bytes != payload.len_bytes {
-        return Err(InstallError::Length { found: payload.len_bytes, expected: offer.len_bytes });
-    }
-    let mut order = EfiBootOrder::new(Efivarfs::default());
-    // Without variables there is no way to start a slot: fail before anything is written.
+    let offer = offer_of(payload, line.update_key.as_ref())?;
+    let mut order = CardBootOrder::of_card()?;
+    // A card that keeps no order cannot start a slot: fail before anything is written.
     order.preferred()?;
     let disk = SlotDisk::prepare(&line.install, log)?;
     let mut slots = disk.slots()?;
     let mut updater = Updater::new(line.trial, None, Instant::ZERO);
-    updater.handle(Event::Begin(&offer), &mut slots)?;
-    let slot = updater.writing().ok_or(UpdateError::NotBegun)?;
-    order.set_entry(slot, disk.part(slot).partition, command_line)?;
-    log.info(&format!("installing {} in slot {slot} of {}", offer.version, disk.path.display()));
-    let (mut left, mut buffer) = (offer.len_bytes, vec![0; PIECE_BYTES]);
-    while left > 0 {
-        let piece = fifo.read_piece(&mut buffer, left).map_err(InstallError::Fifo)?;
-        updater.handle(Event::Chunk(piece), &mut slots)?;
-        left -= piece.len() as u64;
-    }
-    updater.handle(Event::Finish, &mut slots)?;
+    let (path, place) = (disk.path.display(), order.place());
+    log.info(&format!("installing {} on {path}, boot order in {place}", offer.version));
+    write(fifo, &offer, &mut updater, &mut slots, |slot| {
+        Ok(order.set_entry(slot, disk.partition(slot), command_line)?)
+    })?;
     if let Some(key) = key {
         keep_key(&disk, key).map_err(|error| InstallError::Store(Box::new(error)))?;
         log.info(&format!("store: key {}", key.id()));
     }
-    if !matches!(updater.poll_event(), Some(Notice::Restart { .. })) {
-        return Err(UpdateError::NotBegun.into());
-    }
-    let selected = slots.select()?;
-    order.try_once(selected.slot)?;
+    let selected = select_next(&mut slots, &mut order)?;
     log.info(&format!("installed {}; restarting into slot {}", selected.record.version, selected.slot));
     Ok(())
+}
+
+/// Return what a payload's manifest offers, if it is signed by this key.
+pub(crate) fn offer_of(payload: &Payload, trusted: Option<&VerifyingKey>) -> Result<Offer, InstallError> {
+    let trusted = trusted.ok_or(InstallError::NoTrust)?;
+    let manifest = envelope::open::<Manifest>(&payload.manifest, Trust::Key(trusted)).map_err(ManifestError::from)?;
+    let offer = manifest.offer()?;
+    if offer.len_bytes != payload.len_bytes {
+        return Err(InstallError::Length { found: payload.len_bytes, expected: offer.len_bytes });
+    }
+    Ok(offer)
+}
+
+/// Write a payload to the slot that the updater chooses. `set_entry` is called once that slot is marked as empty, and
+/// before its contents change.
+pub(crate) fn write<R: Read, W: FnMut(u32) -> bool, D: BlockDevice<Error = io::Error>>(
+    fifo: &mut Fifo<R, W>,
+    offer: &Offer,
+    updater: &mut Updater,
+    slots: &mut Slots<D>,
+    set_entry: impl FnOnce(Slot) -> Result<(), InstallError>,
+) -> Result<(), InstallError> {
+    updater.handle(Event::Begin(offer), slots)?;
+    let slot = updater.writing().ok_or(UpdateError::NotBegun)?;
+    set_entry(slot)?;
+    let (mut left, mut buffer) = (offer.len_bytes, vec![0; PIECE_BYTES]);
+    while left > 0 {
+        let piece = fifo.read_piece(&mut buffer, left).map_err(InstallError::Fifo)?;
+        updater.handle(Event::Chunk(piece), slots)?;
+        left -= piece.len() as u64;
+    }
+    updater.handle(Event::Finish, slots)?;
+    Ok(())
+}
+
+/// Have the firmware start what was written at the next restart; this counts as a try.
+pub(crate) fn select_next<D, O>(slots: &mut Slots<D>, order: &mut O) -> Result<Selected, InstallError>
+where
+    D: BlockDevice<Error = io::Error>,
+    O: BootOrder,
+    InstallError: From<O::Error>,
+{
+    let selected = slots.select()?;
+    order.try_once(selected.slot)?;
+    Ok(selected)
 }
 
 fn keep_key(disk: &SlotDisk, key: &Key) -> Result<(), AgentError> {
@@ -133,7 +172,7 @@ pub struct Running {
     /// Its slots.
     pub slots: Slots<FileBlocks>,
     /// The firmware's order.
-    pub order: EfiBootOrder<Efivarfs>,
+    pub order: CardBootOrder,
     /// The running slot.
     pub selected: Selected,
 }
@@ -145,11 +184,14 @@ pub struct Running {
 pub fn start_from(slot: Slot, log: &Log) -> Result<Option<Running>, InstallError> {
     let disk = SlotDisk::find(log)?;
     let mut slots = disk.slots()?;
-    let mut order = EfiBootOrder::new(Efivarfs::default());
+    let mut order = CardBootOrder::of_card()?;
     let preferred = order.preferred()?;
     Ok(match start(&mut slots, slot, preferred, &mut order)? {
         Start::Run(selected) => {
             log.info(&format!("slot {slot} of {}: {}", disk.path.display(), selected.record));
+            if selected.record.state != State::Confirmed {
+                order.keep_fallback(slot)?;
+            }
             Some(Running { disk, slots, order, selected })
         }
         Start::Restart(other) => {

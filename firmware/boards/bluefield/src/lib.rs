@@ -20,7 +20,8 @@
 //! | [`store`] | its storage: two copies with checksums |
 //! | [`log`] | the card's boot log, and the console |
 //! | [`init`] | start-up, as process 1 or as a service |
-//! | [`disks`], [`install`] | installing what follows a boot stream, starting from a slot |
+//! | [`disks`], [`boot_order`], [`install`] | installing what follows a boot stream, starting from a slot |
+//! | [`receive`] | installing what a host sends while the card runs |
 //! | [`trial`], [`watchdog`] | confirming a version that runs from a slot, or going back |
 //! | [`self_test`] | the runtime's self-test |
 //! | [`system`] | mounts, modules, devices, restarting |
@@ -42,13 +43,17 @@ compile_error!(
      with shared libraries (aarch64-unknown-linux-gnu), and run it as a service of the card's Linux"
 );
 
+pub mod boot_order;
 pub mod config;
 pub mod disks;
 pub mod init;
 pub mod install;
 pub mod log;
+#[cfg(test)]
+mod memory_variables;
 pub mod netlink;
 pub mod network;
+pub mod receive;
 pub mod runtime;
 pub mod self_test;
 pub mod store;

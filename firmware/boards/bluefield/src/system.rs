@@ -60,6 +60,14 @@ pub fn mount_variables(log: &Log) {
     }
 }
 
+/// Mount what shows the registers of the eMMC; a kernel without it has none. Only a card whose firmware keeps no
+/// variables needs it.
+pub fn mount_debugfs() {
+    let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
+    // Whoever misses it says so.
+    let _ = mount("debugfs", "/sys/kernel/debug", "debugfs", flags, None);
+}
+
 /// Redirect stdout and stderr to the console or, without one, to the kernel log; errors are ignored.
 pub fn open_console() {
     let open = |path| OpenOptions::new().write(true).open(path);

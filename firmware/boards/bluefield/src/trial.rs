@@ -5,29 +5,48 @@
 
 use crate::install::{InstallError, Running};
 use crate::log::Log;
+use crate::receive::Installer;
 use crate::supervisor::Readiness;
 use crate::system;
 use crate::watchdog::{FEED_INTERVAL, Watchdog};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant as Clock};
-use sumac_firmware::boot::{EfiBootOrder, Variables};
+use sumac_firmware::boot::BootEntries;
 use sumac_firmware::slots::{
-    BootOrder, Event, HEALTHY_AFTER, Health, HealthEvent, Notice, Policy, Selected, Slots, State, Updater,
+    Event, HEALTHY_AFTER, Health, HealthEvent, Notice, Policy, Selected, Slots, State, Updater,
 };
 use sumac_hal::flash::BlockDevice;
 use sumac_hal::time::Instant;
 
-/// Start watching; the runtime's events go into the returned channel.
-pub fn watch(running: Running, policy: Policy, readiness: &Arc<Readiness>, log: &Log) -> Sender<HealthEvent> {
+/// Start watching; the runtime's events go into the returned channel. Once the version is confirmed, images are
+/// received from the host.
+pub fn watch(
+    running: Running,
+    policy: Policy,
+    installer: Installer,
+    readiness: &Arc<Readiness>,
+    log: &Log,
+) -> Sender<HealthEvent> {
     let (sender, events) = channel();
     let is_on_trial = running.selected.record.state != State::Confirmed;
     readiness.hold(is_on_trial);
     let (log, readiness) = (log.clone(), Arc::clone(readiness));
     let watchdog = Watchdog::start(&log);
-    std::thread::spawn(move || match serve(running, policy, &events, watchdog, || readiness.release(&log), &log) {
-        Ok(()) => system::restart(&log, "slot did not become healthy in time: going back to the one before"),
-        Err(error) => system::restart(&log, &error.to_string()),
+    let mut installer = Some(installer);
+    std::thread::spawn(move || {
+        let mut receive = || installer.take().into_iter().for_each(|installer| installer.start(&log));
+        if !is_on_trial {
+            receive();
+        }
+        let confirmed = || {
+            readiness.release(&log);
+            receive();
+        };
+        match serve(running, policy, &events, watchdog, confirmed, &log) {
+            Ok(()) => system::restart(&log, "slot did not become healthy in time: going back to the one before"),
+            Err(error) => system::restart(&log, &error.to_string()),
+        }
     });
     sender
 }
@@ -96,15 +115,11 @@ impl Trial {
 
     /// Confirm the version if it is healthy: first its record, then the firmware's order. If power fails in between,
     /// the version before finds the record at its start, and sets the order.
-    fn advance<D, V>(
-        &mut self,
-        now: Instant,
-        slots: &mut Slots<D>,
-        order: &mut EfiBootOrder<V>,
-    ) -> Result<Step, InstallError>
+    fn advance<D, O>(&mut self, now: Instant, slots: &mut Slots<D>, order: &mut O) -> Result<Step, InstallError>
     where
         D: BlockDevice<Error = std::io::Error>,
-        V: Variables,
+        O: BootEntries,
+        InstallError: From<O::Error>,
     {
         self.health.handle_timeout(now);
         if self.health.is_healthy() && !self.is_told {
@@ -130,32 +145,17 @@ impl Trial {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::collections::BTreeMap;
-    use std::io;
-    use sumac_firmware::boot::Partition;
+    use crate::memory_variables::MemoryVariables;
+    use sumac_firmware::boot::{EfiBootOrder, Partition};
     use sumac_firmware::manifest::from_hex;
-    use sumac_firmware::slots::{FileBlocks, Offer, Slot};
-
-    #[derive(Debug, Default)]
-    struct Memory(BTreeMap<String, Vec<u8>>);
-
-    impl Variables for Memory {
-        fn read(&self, name: &str) -> io::Result<Option<Vec<u8>>> {
-            Ok(self.0.get(name).cloned())
-        }
-
-        fn write(&mut self, name: &str, value: &[u8]) -> io::Result<()> {
-            self.0.insert(name.into(), value.into());
-            Ok(())
-        }
-    }
+    use sumac_firmware::slots::{BootOrder, FileBlocks, Offer, Slot};
 
     fn at(seconds: u64) -> Instant {
         Instant::ZERO + Duration::from_secs(seconds)
     }
 
     /// Slots with version 1 in A, and version 2 on trial in B, started at second 0.
-    fn on_trial(folder: &tempfile::TempDir) -> (Slots<FileBlocks>, EfiBootOrder<Memory>, Trial) {
+    fn on_trial(folder: &tempfile::TempDir) -> (Slots<FileBlocks>, EfiBootOrder<MemoryVariables>, Trial) {
         let devices = ["a", "b"].map(|name| FileBlocks::create(&folder.path().join(name), 8192).expect("made"));
         let mut slots = Slots::new(devices).expect("large enough");
         // SHA-256 of nothing (FIPS 180-4).
@@ -168,7 +168,7 @@ mod tests {
         }
         let selected = slots.select().expect("selected");
         assert_eq!(selected.slot, Slot::B);
-        let mut order = EfiBootOrder::new(Memory::default());
+        let mut order = EfiBootOrder::new(MemoryVariables::default());
         let partition = Partition { number: 1, start: 0, blocks: 1, guid: [0; 16] };
         for slot in Slot::ALL {
             order.set_entry(slot, partition, "").expect("set");

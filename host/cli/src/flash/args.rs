@@ -62,6 +62,10 @@ pub(crate) struct FlashArgs {
     /// Run the image from the card's memory, until the next reset, instead of installing it on the card's disk
     #[arg(long, requires = "key")]
     pub(super) ram: bool,
+    /// Install the image while the card goes on running, with the version that it runs now; its next reset starts the
+    /// new one. The card must run from a slot
+    #[arg(long, conflicts_with_all = ["ram", "nic_mode", "until", "key_file", "allow_unsigned"])]
+    pub(super) runtime: bool,
     /// Update a card in NIC mode with a vendor's stream in flat format, until `In Enhanced NIC mode`. Meanwhile this
     /// host has no network through the card
     #[arg(long, conflicts_with_all = ["key", "until"])]
@@ -129,6 +133,7 @@ impl FlashArgs {
     pub(super) fn until(&self) -> Until {
         match self.until {
             _ if self.nic_mode => Until::NicMode,
+            _ if self.runtime => Until::Runtime,
             UntilName::Ready => Until::Ready,
             UntilName::LinuxUp => Until::LinuxUp,
             UntilName::Rebooting => Until::Rebooting,
@@ -137,7 +142,8 @@ impl FlashArgs {
 
     /// Return whether the image is installed in a slot of the card's disk: it is ours, and not to run from memory.
     pub(super) fn installs_slot(&self) -> bool {
-        self.key.is_some() && !self.ram
+        // On a host of --host, the key comes with the image.
+        !self.allow_unsigned && !self.ram
     }
 
     /// Return whether the image installs a system that starts again after a reset, as a vendor's installer does.

@@ -104,7 +104,7 @@ fn attempt(args: &FlashArgs, display: &Display) -> Result<(), Exit> {
     // With a key, the policy is strict.
     let checked = manifest::check(reader, Policy::Vendor, trust).map_err(|error| failure(error.into()))?;
     let tail_sha256 = has_more.then(|| bytes.tail_sha256()).transpose().map_err(|error| failure(error.into()))?;
-    let image = Image { bytes, sha256: checked.sha256 };
+    let image = Image { bytes, sha256: checked.sha256, is_tail_only: args.runtime };
     let tail_sha256 = tail_sha256.as_ref().map(|digest| hex(digest));
     let mut job = Job { args, image, checked, tail_sha256, done_since: None };
     if !args.hosts.is_empty() {
@@ -121,6 +121,9 @@ fn attempt(args: &FlashArgs, display: &Display) -> Result<(), Exit> {
     }
     if args.ram {
         note!("note: the image runs from the card's memory, until the next reset");
+    }
+    if args.runtime {
+        note!("note: the card goes on with the version that it runs; its next reset starts this one");
     }
     let interrupts = Interrupts::watch()?;
     let card = Rshim::new(args.rshim.first().map_or("", String::as_str));

@@ -81,7 +81,8 @@ impl From<Exit> for Ended {
 impl Job<'_> {
     /// Return the length of what is written to each card, in bytes.
     pub(super) fn len_bytes(&self) -> u64 {
-        self.image.bytes.len_bytes() + self.image.bytes.tail_len_bytes()
+        let images = if self.image.is_tail_only { 0 } else { self.image.bytes.len_bytes() };
+        images + self.image.bytes.tail_len_bytes()
     }
 
     /// Flash a card. `show` is called with what happens.
@@ -154,7 +155,11 @@ impl Job<'_> {
         let report = &self.checked.report;
         let image = self.image.try_clone().context("cannot share the image").map_err(Ended::Broken)?;
         let tail_bytes = report.tail_len_bytes + image.bytes.tail_len_bytes();
-        let length = Length { images_bytes: report.len_bytes - report.tail_len_bytes, tail_bytes };
+        let length = match image.is_tail_only {
+            // The card runs: it waits for the end as it otherwise does for that of the images.
+            true => Length { images_bytes: self.len_bytes(), tail_bytes: 0 },
+            false => Length { images_bytes: report.len_bytes - report.tail_len_bytes, tail_bytes },
+        };
         let clock = move || Instant::from_nanos(u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX));
         let session = Session::new(length, misc, self.args.goal(), self.args.limits(), Instant::ZERO);
         Ok(workers.run(session, image, clock, |progress| show(Event::Progress(progress))))

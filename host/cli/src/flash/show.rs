@@ -12,7 +12,7 @@ use std::io::{self, Write};
 use sumac_firmware::bfb::Generation;
 use sumac_firmware::flash::{Progress, Restored, Stage};
 use sumac_firmware::manifest::{Checked, envelope, hex};
-use sumac_firmware::rshim::{CardMode, Misc, Rshim};
+use sumac_firmware::rshim::{CardMode, LogKind, Misc, Rshim, kind_of};
 use sumac_hal::ctrl::secure::KeyId;
 
 /// The state of a card, from its `misc` node.
@@ -95,6 +95,7 @@ impl<'a> Report<'a> {
             Some(Ended::DryRun) => ("dry-run", 0, None),
             Some(Ended::Unchanged) => ("unchanged", 0, None),
             Some(Ended::Flashed(outcome)) => match &outcome.result {
+                Ok(line) if kind_of(line) == LogKind::RuntimeFinished => ("installed", 0, None),
                 Ok(_) => ("ready", 0, None),
                 Err(failure) => (failure.name(), failure.exit_status(), Some(failure.to_string())),
             },
@@ -264,7 +265,7 @@ impl Bar {
                 if stage == Stage::Writing {
                     self.bar.reset();
                 }
-                if stage == Stage::Booting {
+                if stage >= Stage::Booting {
                     // Freeze the rate of writing.
                     self.bar.abandon_with_message("written");
                 }

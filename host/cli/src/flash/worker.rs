@@ -27,6 +27,9 @@ pub(crate) struct WorkerArgs {
     /// Length of what follows the image on stdin, in bytes
     #[arg(long, default_value_t = 0)]
     tail_len_bytes: u64,
+    /// Write only what follows the image
+    #[arg(long)]
+    tail_only: bool,
     /// SHA-256 of the image, in hexadecimal digits
     #[arg(long)]
     sha256: Option<String>,
@@ -39,9 +42,10 @@ pub(crate) fn start(card: &Rshim) -> anyhow::Result<Workers<Spawn>> {
         let mut command = cluster::supervised()?;
         // A path with a slash is taken as a folder, not as a name below /dev.
         command.arg("rshim-worker").arg("--rshim").arg(folder.join("."));
-        if let Role::Boot(Contents { len_bytes, sha256, tail_len_bytes }) = role {
+        if let Role::Boot(Contents { len_bytes, sha256, tail_len_bytes, is_tail_only }) = role {
             command.args(["--len-bytes", &len_bytes.to_string(), "--sha256", &hex(&sha256)]);
             command.args(["--tail-len-bytes", &tail_len_bytes.to_string()]);
+            command.args(is_tail_only.then_some("--tail-only"));
         }
         command.stdin(stdin).stdout(Stdio::piped()).stderr(Stdio::null()).spawn()
     };
@@ -57,7 +61,8 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<(), Failure> {
             let sha256 =
                 parse_digest(digits).ok_or_else(|| Failure::Input(anyhow!("{digits:?} is not a SHA-256 digest")))?;
             let image = io::stdin().as_fd().try_clone_to_owned()?;
-            let contents = Contents { len_bytes, sha256, tail_len_bytes: args.tail_len_bytes };
+            let (tail_len_bytes, is_tail_only) = (args.tail_len_bytes, args.tail_only);
+            let contents = Contents { len_bytes, sha256, tail_len_bytes, is_tail_only };
             serve_boot(&card, File::from(image), &contents, stdout)?;
         }
         _ => serve_misc(&card, io::stdin().lock(), stdout)?,

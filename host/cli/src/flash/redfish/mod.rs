@@ -32,7 +32,7 @@ use update::{Plan, Update};
 use ureq::tls::{RootCerts, TlsConfig};
 
 /// Options that are about cards of this host.
-const OTHERS: [&str; 14] = [
+const OTHERS: [&str; 15] = [
     "rshim",
     "all",
     "continues",
@@ -41,6 +41,7 @@ const OTHERS: [&str; 14] = [
     "config",
     "rootfs",
     "nic_mode",
+    "runtime",
     "allow_rollback",
     "until",
     "tolerate_errors",
