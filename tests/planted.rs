@@ -6,10 +6,13 @@
 //! per bug, `BUGS=Name,Name` selects bugs. The table also shows how many link faults, of those recorded, suffice to
 //! reproduce the bug.
 
+use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use sumac_hal::planted::Bug;
-use sumac_tests::sim::{Options, ScenarioKind, Tenancy, run, run_tenants, shrink, shrink_tenants};
+use sumac_tests::sim::{
+    Options, Planted, ScenarioKind, Tenancy, Violation, every_device_loss, run, run_tenants, shrink, shrink_tenants,
+};
 
 const KINDS: [ScenarioKind; 6] = [
     ScenarioKind::Calm,
@@ -259,3 +262,28 @@ fn failing_zero_copy_seed_shrinks_to_fewer_faults() {
         assert_ne!(found, Some(std::mem::discriminant(&shrunk.violation)), "mishap {without} is not needed");
     }
 }
+
+/// Out of place, inputs are intact while an operation runs, so redo slots look superfluous. They are not. A device may
+/// die after it has answered one rank, whose caller overwrites its buffers at once, and before it answers another. And
+/// a chunk that was half written is torn until it is computed again, which takes every rank.
+#[test]
+fn results_out_of_place_without_redo_slots_are_lost_or_torn() {
+    let bug = Bug::OutOfPlaceUnpublished;
+    let mut found = BTreeMap::<_, usize>::new();
+    for options in every_device_loss(bug.into()) {
+        if let Err(violation) = run(&options) {
+            *found.entry(violation.oracle()).or_default() += 1;
+        }
+    }
+    println!("losses of devices: {found:?}");
+    assert!(found.keys().eq(&["torn chunk", "unrecoverable"]), "{found:?}");
+    for (seed, oracle) in OUT_OF_PLACE_SEEDS {
+        let violation = run(&with(bug, seed)).err();
+        assert_eq!(violation.as_ref().map(Violation::oracle), Some(oracle), "seed {seed}: {violation:?}");
+        let mended = Options { planted: Planted::default(), ..with(bug, seed) };
+        run(&mended).unwrap_or_else(|violation| panic!("seed {seed} without the bug: {violation}"));
+    }
+}
+
+/// Seeds that find [`Bug::OutOfPlaceUnpublished`], and what finds it.
+const OUT_OF_PLACE_SEEDS: [(u64, &str); 3] = [(52, "torn chunk"), (70, "torn chunk"), (1208, "unrecoverable")];

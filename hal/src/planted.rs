@@ -104,6 +104,8 @@ pub enum Bug {
     OutputUnbounded,
     /// Node: writes a result to ranks before its redo record is published.
     WrittenBeforePublished,
+    /// Node: publishes no result that its ranks take out of place, as if intact inputs were all that a recovery needs.
+    OutOfPlaceUnpublished,
     /// Node: after a failed chain, pulls contributions again even if the redo record is published.
     RecordIgnored,
     /// Node: after a failed chain, keeps the contributions that were combined before it.
@@ -134,7 +136,7 @@ pub enum Bug {
 #[cfg(feature = "planted")]
 impl Bug {
     /// Every bug.
-    pub const ALL: [Self; 59] = [
+    pub const ALL: [Self; 60] = [
         Self::OffByOneSeq,
         Self::VersionBit,
         Self::EpochUnchecked,
@@ -165,6 +167,7 @@ impl Bug {
         Self::ComputedTwice,
         Self::MissingFence,
         Self::WrittenBeforePublished,
+        Self::OutOfPlaceUnpublished,
         Self::RecordIgnored,
         Self::AccumulatorsKept,
         Self::AnsweredInFlight,
@@ -206,8 +209,9 @@ impl Bug {
     ];
 
     /// The bugs that only zero-copy children can reveal.
-    pub const ZERO_COPY: [Self; 8] = [
+    pub const ZERO_COPY: [Self; 9] = [
         Self::WrittenBeforePublished,
+        Self::OutOfPlaceUnpublished,
         Self::RecordIgnored,
         Self::AccumulatorsKept,
         Self::AnsweredInFlight,

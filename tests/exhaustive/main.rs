@@ -15,14 +15,15 @@
 //! | `search` | breadth-first search of cluster states, oracles, reachability of the end, traces |
 //! | `recovery` | one recovery with a second failure, from all states in which a tree can be lost |
 //! | `packing` | packed and unpacked machines behave the same |
+//! | `zero_copy` | every single loss of a device that serves zero-copy ranks, by the simulator's machines |
 //!
 //! Invariants of every state: buffers hold exactly inputs or results; no slot is reused while a rank below needs its
 //! contents; no node refuses a valid packet; `stable` is true; nothing panics; and without further faults an end is
 //! reachable in which nothing is pending.
 //!
 //! Not modelled: time (any armed timer may fire; `T_dead` and leases never expire; a contribution after its hop's probe
-//! counts as more than the hop's resolution of 66 us later), congestion marks, results to shared addresses, zero-copy,
-//! and nodes that can send only part of their packets.
+//! counts as more than the hop's resolution of 66 us later), congestion marks, results to shared addresses, nodes that
+//! can send only part of their packets, and zero-copy except by `zero_copy`.
 //!
 //! `recovery` searches the loss of the tree together with a second failure.
 //!
@@ -38,6 +39,7 @@ mod recovery;
 mod scope;
 mod search;
 mod store;
+mod zero_copy;
 
 use machine::ViolationKind;
 use scope::{Rules, Scope, all_reduce, one_level, two_levels};

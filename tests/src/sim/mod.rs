@@ -90,4 +90,4 @@ pub use tenants::{
     DeviceCapacity, Incident, JobPlan, Step, Strike, Takeover, Tenancy, TenantReport, TenantViolation, TenantsShrunk,
     record_tenants, run_tenants, shrink_tenants,
 };
-pub use zero_copy::{CrashPoint, Fate, Mishap, Setup, When, ZeroCopy};
+pub use zero_copy::{CrashPoint, Fate, Mishap, Setup, When, ZeroCopy, every_device_loss};

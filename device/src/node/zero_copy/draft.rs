@@ -108,7 +108,10 @@ impl GroupCtx<'_> {
         }
         store.into_iter().for_each(|step| draft.push(step));
         let published = draft.steps.len();
-        draft.push(self.publication(index, rounds));
+        let has_failed = redo.failures > 0;
+        if has_failed || !(planted!(self.common, OutOfPlaceUnpublished) && self.is_out_of_place(index)) {
+            draft.push(self.publication(index, rounds));
+        }
         draft.plan.publishes = true;
         draft.plan.rounds = rounds;
         let buffers = &refs.buffers[index * self.children.len()..][..self.children.len()];
@@ -118,6 +121,14 @@ impl GroupCtx<'_> {
             draft.steps[published..].rotate_left(1);
         }
         true
+    }
+
+    /// Return whether children of slot `index` want its result, and none of them where its data is.
+    fn is_out_of_place(&self, index: usize) -> bool {
+        let children = self.children.len();
+        let buffers = self.refs.as_ref().map_or(&[][..], |refs| &refs.buffers[index * children..][..children]);
+        let mut wanted = buffers.iter().filter(|buffer| buffer.dst.is_some()).peekable();
+        wanted.peek().is_some() && wanted.all(|buffer| buffer.dst != buffer.src)
     }
 
     /// Return the step that publishes the result of slot `index`; `rounded` if it is in the bounce buffer.

@@ -32,9 +32,11 @@ mod draw;
 mod driver;
 mod engine;
 mod incarnation;
+mod losses;
 mod rank;
 mod turn;
 mod world;
 
 pub use draw::{CrashPoint, Fate, Mishap, Setup, When, ZeroCopy};
+pub use losses::every_device_loss;
 pub(super) use world::run;
