@@ -1,6 +1,7 @@
 //! `sumac image` as a process: invalid images, partial output, and the files that an image contains.
 
 use super::Bench;
+use super::rshim::{Script, When};
 use rustix::process::{Pid, Signal, kill_process};
 use std::collections::BTreeSet;
 use std::fs;
@@ -163,6 +164,41 @@ fn firmware_of_the_base_is_named_and_left_out_unless_kept() {
     assert!(list().contains("capsule-v0") && list().contains("nicfw-v2"), "{}", list());
     let (_, stderr) = image(&bench, &[&build[..], &["base.bfb"]].concat());
     assert!(!stderr.contains("firmware"), "{stderr}");
+}
+
+/// The parts of a bundle that `bfb-tool extract --psid` puts into a folder (Mellanox/rshim-user-space,
+/// `rebuild_bfb_flat`), each with its place in a flat stream.
+#[test]
+fn flat_stream_of_a_bundles_parts_is_assembled_and_taken_by_a_card_in_nic_mode() {
+    let bench = Bench::new();
+    let parts = [
+        ("capsule", "boot_update2.cap"),
+        ("nicfw", "fw-BlueField-3-rel-32_44_1036-900-9D3B6-00CV-A.bin"),
+        ("ramdisk", "fw-BlueField-3-rel-32_44_1036-900-9D3B6-00CV-A-gi.pldm"),
+        ("dpu-gi", "bf3-bmc-preboot-install.pldm"),
+        ("cfg-gi", "config-image.pldm"),
+        ("info", "info.json"),
+        ("image", "bf3-bmc-fw.fwpkg"),
+        ("upgrade-image", "bf3-cec-fw.fwpkg"),
+    ];
+    let sets: Vec<String> = parts.iter().rev().map(|(name, file)| format!("{name}={file}")).collect();
+    for (name, file) in parts {
+        fs::write(bench.path(file), format!("{{\"Name\":\"{name}\"}}")).expect("written");
+    }
+    let mut repack = vec!["repack", "base.bfb", "-o", "image.bfb"];
+    sets.iter().for_each(|set| repack.extend(["--set", set]));
+    let (status, stderr) = image(&bench, &repack);
+    assert_eq!(status, Some(0), "{stderr}");
+    let listed = bench.sumac(&["image", "list", &bench.path("image.bfb").display().to_string()]);
+    let listed = String::from_utf8_lossy(&listed.stdout).into_owned();
+    let at = |name: &str| listed.find(&format!("{name}-v0")).unwrap_or_else(|| panic!("no {name}: {listed}"));
+    assert!(parts.windows(2).all(|pair| at(pair[0].0) < at(pair[1].0)), "{listed}");
+    let bench = Bench { image: fs::read(bench.path("image.bfb")).expect("written"), ..bench };
+    let log = [(When::Reading(2), "INFO[MISC]: In Enhanced NIC mode")];
+    let card = Script { bf_mode: "NIC mode", ..Script::with_log(bench.image.len(), &log) };
+    let Some(ran) = bench.flash(card, &["--allow-unsigned", "--nic-mode"]) else { return };
+    ran.check(&bench, 0, "ready");
+    assert!(ran.seen.received == bench.image, "not the stream");
 }
 
 #[test]

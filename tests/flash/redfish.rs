@@ -4,6 +4,7 @@
 
 mod site;
 
+use super::success::tail;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use site::{Bmc, Ran, Site, certify};
@@ -18,6 +19,11 @@ const PUSH: &str = "/redfish/v1/UpdateService/update-multipart";
 /// With characters that a shell, a URL or a header would mistake.
 const USER: &str = "root:s3cr€t:'&%40";
 
+/// Return the SHA-256 of some bytes, in hexadecimal.
+fn digest(bytes: &[u8]) -> String {
+    sumac_firmware::manifest::hex(&sumac_firmware::manifest::sha256_of(bytes).expect("memory"))
+}
+
 #[test]
 fn pushed_image_is_followed_to_the_end_of_its_task_and_changes_versions() {
     let site = Site::new();
@@ -26,8 +32,8 @@ fn pushed_image_is_followed_to_the_end_of_its_task_and_changes_versions() {
     assert_eq!((ran.status, ran.end()), (Some(0), ("done", "DPU_OS: 1.0.0 -> 1.2.3")), "{}", ran.stderr);
     let updates = bmc.updates();
     assert_eq!(updates.len(), 1, "{updates:?}");
-    let image = sumac_firmware::manifest::sha256_of(&site.bench.image[..]).expect("memory");
-    assert_eq!(updates[0]["UpdateFile"], sumac_firmware::manifest::hex(&image));
+    // As the BMC writes what it gets to the card's boot FIFO, the agent finds its payload behind the stream.
+    assert_eq!(updates[0]["UpdateFile"], digest(&[&site.bench.image[..], &tail(&site.bench)].concat()));
     assert_eq!(updates[0]["parameters"], json!({ "Targets": [DPU_OS] }));
     assert_eq!(updates[0]["parameters_type"], "application/json");
     let inventories = ran.of("inventory");
@@ -44,6 +50,16 @@ fn pushed_image_is_followed_to_the_end_of_its_task_and_changes_versions() {
 }
 
 #[test]
+fn image_that_runs_from_memory_is_pushed_alone() {
+    let site = Site::new();
+    let bmc = site.bmc("bmc", json!({}));
+    let ran = site.update(&bmc, &["--target", DPU_OS, "--ram"]);
+    assert_eq!((ran.status, ran.end().0), (Some(0), "done"), "{}", ran.stderr);
+    assert_eq!(bmc.updates()[0]["UpdateFile"], digest(&site.bench.image));
+    assert!(ran.stderr.contains("from the cards' memory"), "{}", ran.stderr);
+}
+
+#[test]
 fn service_gets_the_image_itself_if_it_is_the_checked_one() {
     let site = Site::new();
     let bmc = site.bmc("bmc", json!({ "push": null, "simple": true }));
@@ -51,13 +67,15 @@ fn service_gets_the_image_itself_if_it_is_the_checked_one() {
     let ran = site.update(&bmc, &[]);
     assert_eq!((ran.status, ran.end().0), (Some(1), "refused"), "{}", ran.stderr);
     assert!(ran.end().1.contains("--image-uri"), "{:?}", ran.end());
-    fs::write(bmc.folder.join("served"), &site.bench.image).expect("written");
+    let whole = [&site.bench.image[..], &tail(&site.bench)].concat();
+    fs::write(bmc.folder.join("served"), &whole).expect("written");
     let ran = site.update(&bmc, &["--image-uri", &uri, "--target", DPU_OS]);
     assert_eq!((ran.status, ran.end().0), (Some(0), "done"), "{}", ran.stderr);
     let request = json!({ "ImageURI": uri, "TransferProtocol": "HTTPS", "Targets": [DPU_OS] });
     assert_eq!(bmc.updates()[0]["request"], request);
     for (served, why) in
-        [(&site.bench.image[1..], "another file"), (&[&site.bench.image[..], b"x"].concat()[..], "another file")]
+        // The stream alone would not be installed.
+        [(&site.bench.image[..], "another file"), (&[&whole[..], b"x"].concat()[..], "another file")]
     {
         fs::write(bmc.folder.join("served"), served).expect("written");
         let ran = site.update(&bmc, &["--image-uri", &uri]);

@@ -96,9 +96,9 @@ pub fn install<R: Read, W: FnMut(u32) -> bool>(
     let disk = SlotDisk::prepare(&line.install, log)?;
     let mut slots = disk.slots()?;
     let mut updater = Updater::new(line.trial, None, Instant::ZERO);
-    let (path, place) = (disk.path.display(), order.place());
-    log.info(&format!("installing {} on {path}, boot order in {place}", offer.version));
     write(fifo, &offer, &mut updater, &mut slots, |slot| {
+        let (path, place) = (disk.path.display(), order.place());
+        log.info(&format!("installing {} in slot {slot} of {path}; boot order in {place}", offer.version));
         Ok(order.set_entry(slot, disk.partition(slot), command_line)?)
     })?;
     if let Some(key) = key {

@@ -112,8 +112,9 @@ fn attempt(args: &FlashArgs, display: &Display) -> Result<(), Exit> {
     }
     #[cfg(feature = "redfish")]
     if !args.redfish.urls.is_empty() {
-        // A BMC takes the image alone, without what follows it.
-        note!("note: the image runs from the cards' memory, until the next reset");
+        if args.ram {
+            note!("note: the image runs from the cards' memory, until the next reset");
+        }
         return redfish::run(&job);
     }
     if args.is_fleet() {

@@ -149,11 +149,12 @@ fn check_image_at(uri: &str, job: &Job<'_>, issuers: &Issuers) -> Result<(), Exi
         let agent = config.timeout_global(Some(job.args.timeout())).build().new_agent();
         let body = agent.get(uri).call()?.into_body().into_reader();
         // One byte more shows that it is longer.
-        Ok(sha256_of(body.take(job.image.bytes.len_bytes() + 1))?)
+        Ok(sha256_of(body.take(job.len_bytes() + 1))?)
     };
     let found = read().with_context(|| format!("--image-uri {uri}")).map_err(Exit::Input)?;
-    if found != job.image.sha256 {
-        let (found, expected) = (hex(&found[..8]), hex(&job.image.sha256[..8]));
+    let expected = sha256_of(job.image.bytes.contents()).map_err(Exit::run)?;
+    if found != expected {
+        let (found, expected) = (hex(&found[..8]), hex(&expected[..8]));
         return Err(Exit::input(RedfishError::OtherImage { uri: uri.into(), found, expected }));
     }
     Ok(())

@@ -23,6 +23,7 @@ const PUSH_LIMIT: Duration = Duration::from_secs(86_400);
 
 /// What to update, and how.
 pub(super) struct Plan<'a> {
+    /// The image, and the payload that follows it if it is to be installed.
     pub(super) image: &'a SealedImage,
     /// The components to update; the service decides if there are none.
     pub(super) targets: &'a [String],
@@ -87,7 +88,7 @@ impl Update<'_> {
         if offer["ServiceEnabled"] == false {
             return refused("the UpdateService is disabled");
         }
-        let len_bytes = self.plan.image.len_bytes();
+        let len_bytes = self.len_bytes();
         if let Some(limit_bytes) = offer["MaxImageSizeBytes"].as_u64().filter(|limit| len_bytes > *limit) {
             return Err(RedfishError::ImageTooLong { len_bytes, limit_bytes });
         }
@@ -108,6 +109,11 @@ impl Update<'_> {
             }
             (None, None, None) => refused("neither a multipart push nor SimpleUpdate"),
         }
+    }
+
+    /// Return the length of the image and of what follows it, in bytes.
+    fn len_bytes(&self) -> u64 {
+        self.plan.image.len_bytes() + self.plan.image.tail_len_bytes()
     }
 
     /// Read and report the versions of what can be updated. A service without an inventory has an empty one.
@@ -147,10 +153,9 @@ impl Update<'_> {
              Content-Type: application/octet-stream\r\n\r\n"
         );
         let tail = format!("\r\n--{boundary}--\r\n");
-        let image = self.plan.image;
-        let len_bytes = head.len() as u64 + image.len_bytes() + tail.len() as u64;
+        let len_bytes = head.len() as u64 + self.len_bytes() + tail.len() as u64;
         let mut body = Watched {
-            inner: head.as_bytes().chain(image.contents().take(image.len_bytes())).chain(tail.as_bytes()),
+            inner: head.as_bytes().chain(self.plan.image.contents()).chain(tail.as_bytes()),
             total_bytes: len_bytes,
             sent_bytes: 0,
             update: self,
