@@ -79,7 +79,10 @@ impl Installer {
                 return false;
             }
             Ok(Some(payload)) => self.install(fifo, &payload, log).map_err(|error| error.to_string()),
-            Err(error) => Err(error.to_string()),
+            Err(error) => {
+                outcome.report_once(&error.to_string(), log);
+                return false;
+            }
         };
         outcome.report(installed, log);
         true
@@ -140,6 +143,13 @@ impl Outcome {
         };
         self.repeats = REPEATS;
         log.info(&self.line);
+    }
+
+    /// Report a failure of the FIFO, which may go on, unless it was the last outcome.
+    fn report_once(&mut self, why: &str, log: &Log) {
+        if self.line != format!("{FAILED}: {why}") {
+            self.report(Err(why.to_owned()), log);
+        }
     }
 
     fn repeat(&mut self, log: &Log) {

@@ -247,6 +247,18 @@ fn outcome_is_reported_and_repeated_until_another_image_comes() {
         assert!(!card.installer.look(&mut fifo, &mut outcome, &card.log));
         assert_eq!(card.logged().starts_with("INFO Runtime upgrade failed: "), repeat < REPEATS, "{repeat}");
     }
+    // A FIFO that fails is reported once, and not read without a pause.
+    struct Fails;
+    impl Read for Fails {
+        fn read(&mut self, _buffer: &mut [u8]) -> io::Result<usize> {
+            Err(io::ErrorKind::BrokenPipe.into())
+        }
+    }
+    for is_first in [true, false] {
+        fs::write(&card.log_path, "").expect("emptied");
+        assert!(!card.installer.look(&mut Fifo::new(Fails, |_| false), &mut outcome, &card.log));
+        assert_eq!(card.logged().contains("Runtime upgrade failed: boot FIFO"), is_first, "{}", card.logged());
+    }
     // Another writer has the disk.
     let lock = card.installer.disk.lock().expect("free");
     let bytes = sent(3, TRUSTED);
