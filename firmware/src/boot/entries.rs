@@ -20,7 +20,8 @@ pub trait BootEntries: BootOrder {
     /// As for [`BootOrder::try_once`].
     fn set_entry(&mut self, slot: Slot, partition: Partition, command_line: &str) -> Result<(), Self::Error>;
 
-    /// Take a slot out of the order, so that the firmware starts it no more.
+    /// Take a slot out of the order, and out of what is tried at the next restart, so that the firmware starts it no
+    /// more.
     ///
     /// # Errors
     /// As for [`BootOrder::try_once`].

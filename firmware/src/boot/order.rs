@@ -175,6 +175,9 @@ impl<V: Variables> BootEntries for EfiBootOrder<V> {
 
     fn retire(&mut self, slot: Slot) -> Result<(), EntryError> {
         let Some((number, _)) = self.find(slot)? else { return Ok(()) };
+        if self.read(NEXT)?.as_deref() == Some(&number.to_le_bytes()) {
+            self.variables.remove(NEXT).map_err(|source| EntryError::Variable { name: NEXT.into(), source })?;
+        }
         let order = self.order()?;
         let kept: Vec<u16> = order.iter().copied().filter(|other| *other != number).collect();
         if kept == order { Ok(()) } else { self.write_order(&kept) }
@@ -220,6 +223,11 @@ mod tests {
             if !self.forgets {
                 self.values.insert(name.into(), value.into());
             }
+            Ok(())
+        }
+
+        fn remove(&mut self, name: &str) -> io::Result<()> {
+            self.values.remove(name);
             Ok(())
         }
     }
@@ -293,6 +301,27 @@ mod tests {
         assert_eq!(order.current().expect("read"), Some(Slot::A));
         order.variables.values.insert(CURRENT.into(), vec![0, 0]);
         assert_eq!(order.current().expect("read"), None, "another system's");
+    }
+
+    /// A restart while it is written would start half of it.
+    #[test]
+    fn slot_that_is_written_again_is_not_tried_before_it_is_complete() {
+        let mut order = with_entries();
+        order.try_once(Slot::B).expect("set");
+        order.set_entry(Slot::B, partition(5), LINE).expect("set");
+        assert_eq!(order.variables.values.get(NEXT), None);
+        let (_, entry) = order.find(Slot::B).expect("read").expect("an entry");
+        let option = LoadOption {
+            description: "Sumac B".into(),
+            partition: partition(5),
+            path: KERNEL_PATH.into(),
+            arguments: arguments(Slot::B, LINE),
+        };
+        assert_eq!(Some(entry), option.emit());
+        // What another slot is tried for stays.
+        order.try_once(Slot::A).expect("set");
+        order.set_entry(Slot::B, partition(5), LINE).expect("set");
+        assert_eq!(order.variables.values[NEXT], [0x11, 0]);
     }
 
     #[test]

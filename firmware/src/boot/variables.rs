@@ -32,6 +32,12 @@ pub trait Variables {
     /// # Errors
     /// The firmware's or the system's error; the variable then has its earlier value.
     fn write(&mut self, name: &str, value: &[u8]) -> io::Result<()>;
+
+    /// Delete a variable, if it exists; durable on return.
+    ///
+    /// # Errors
+    /// The firmware's or the system's error; the variable then has its value.
+    fn remove(&mut self, name: &str) -> io::Result<()>;
 }
 
 /// The variables of the running machine.
@@ -72,14 +78,7 @@ impl Variables for Efivarfs {
 
     fn write(&mut self, name: &str, value: &[u8]) -> io::Result<()> {
         let path = self.path(name);
-        if let Ok(file) = File::open(&path) {
-            // Another file system than efivarfs may have no flags; the write shows whether it is allowed.
-            if let Ok(flags) = ioctl_getflags(&file)
-                && flags.contains(IFlags::IMMUTABLE)
-            {
-                ioctl_setflags(&file, flags - IFlags::IMMUTABLE)?;
-            }
-        }
+        make_mutable(&path)?;
         let bytes = [&ATTRIBUTES.to_le_bytes(), value].concat();
         // No truncation: it would be a write of its own, of an empty value, which deletes the variable.
         let is_new = !fs::exists(&path)?;
@@ -90,6 +89,27 @@ impl Variables for Efivarfs {
         }
         Ok(())
     }
+
+    fn remove(&mut self, name: &str) -> io::Result<()> {
+        let path = self.path(name);
+        make_mutable(&path)?;
+        match fs::remove_file(path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Allow changes of a variable that exists.
+fn make_mutable(path: &Path) -> io::Result<()> {
+    // Another file system than efivarfs may have no flags; the change shows whether it is allowed.
+    if let Ok(file) = File::open(path)
+        && let Ok(flags) = ioctl_getflags(&file)
+        && flags.contains(IFlags::IMMUTABLE)
+    {
+        ioctl_setflags(&file, flags - IFlags::IMMUTABLE)?;
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -107,5 +127,8 @@ mod tests {
         assert_eq!(variables.read("BootNext").expect("read"), Some(vec![0x10, 0]));
         variables.write("BootNext", &[0x11, 0]).expect("replaced");
         assert_eq!(variables.read("BootNext").expect("read"), Some(vec![0x11, 0]));
+        variables.remove("BootNext").expect("removed");
+        assert_eq!(variables.read("BootNext").expect("read"), None);
+        variables.remove("BootNext").expect("not there");
     }
 }

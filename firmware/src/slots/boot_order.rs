@@ -25,3 +25,26 @@ pub trait BootOrder {
     /// As for [`BootOrder::try_once`].
     fn prefer(&mut self, slot: Slot) -> Result<(), Self::Error>;
 }
+
+/// What starts the slots of a card that is updated while it runs.
+pub trait BootLoader: BootOrder {
+    /// What keeps others from writing slots.
+    type Lock: std::fmt::Debug + Send;
+
+    /// Whether it reads the slots' records, and counts the tries of one on trial ([`Slots::select`](super::Slots)).
+    /// Otherwise the try has to be counted before the restart.
+    const READS_RECORDS: bool;
+
+    /// Keep others from writing slots, until the lock is dropped.
+    ///
+    /// # Errors
+    /// Another one writes.
+    fn lock(&mut self) -> Result<Self::Lock, Self::Error>;
+
+    /// A slot is about to be written: start it no more, also not at the next restart, until [`BootOrder::try_once`]
+    /// names it.
+    ///
+    /// # Errors
+    /// The firmware refuses the change.
+    fn prepare(&mut self, slot: Slot) -> Result<(), Self::Error>;
+}

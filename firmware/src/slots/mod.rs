@@ -33,7 +33,7 @@ mod start;
 mod tests;
 mod updater;
 
-pub use boot_order::BootOrder;
+pub use boot_order::{BootLoader, BootOrder};
 pub use file::{DISK_BLOCK_LEN_BYTES, FileBlocks};
 pub use health::{HEALTHY_AFTER, Health, HealthEvent};
 pub use record::{Record, State};

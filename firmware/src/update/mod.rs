@@ -9,10 +9,13 @@
 //! thread of its own ([`Service`]), so that the card's control connection waits for no disk. The controller between
 //! them relays one request at a time, and moves jobs off the card before it restarts.
 //!
-//! A slot's payload is a whole boot stream, as `sumac image build --sign-key` writes it. Its manifest travels first:
-//! what is not signed by the card's update key, is for another board, or is older than what runs is refused before a
-//! byte is written. The stream is verified against the manifest as it is written ([`StreamCheck`]), and read back
-//! before it is put on trial.
+//! What travels is the signed manifest of a boot stream, as `sumac image build --sign-key` writes it, and then the
+//! payload for a slot that results from the stream ([`crate::payload`]). What is not signed by the card's update key
+//! ([`UpdateKey`]), is for another board, or is older than what runs is refused before a byte is written. The payload's
+//! digest is that of the manifest, or it is never put on trial ([`crate::slots::Updater`]); it is read back before.
+//!
+//! What starts a slot is firmware with a boot entry for each ([`crate::boot::SlotLoader`]), which is set before the
+//! slot is written, or a loader that reads the slots' records ([`NoBootOrder`]).
 //!
 //! Invariants, checked with lost connections and hostile peers (`tests`):
 //! - the running slot is never written;
@@ -22,7 +25,7 @@
 //! - a request that is refused changes nothing, and says why.
 
 mod card;
-mod check;
+mod key;
 mod messages;
 mod sender;
 mod service;
@@ -31,7 +34,7 @@ mod session;
 mod tests;
 
 pub use card::{Card, CardError, NoBootOrder, Supervisor};
-pub use check::{StreamCheck, UpdateKey, UpdateKeyError};
+pub use key::{UpdateKey, UpdateKeyError};
 pub use messages::{Command, Event, Failure, Goal, Limits, Outcome, Reply};
 pub use sender::Sender;
 pub use service::Service;

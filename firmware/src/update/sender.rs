@@ -12,7 +12,7 @@
 use super::messages::{Command, Described, Event, Failure, Goal, Limits, Outcome, Reply};
 use std::time::Duration;
 use sumac_hal::ctrl::update::{
-    Sha256Digest, SlotId, SlotTrust, SlotsStatus, Transfer, UPDATE_WINDOW_BYTES, UpdateOffer, UpdateStatus,
+    SlotId, SlotImage, SlotTrust, SlotsStatus, Transfer, UPDATE_WINDOW_BYTES, UpdateOffer, UpdateStatus,
 };
 use sumac_hal::time::Instant;
 
@@ -185,8 +185,9 @@ impl Sender {
 
     fn pursue_update(&mut self, (offer, epoch): (&UpdateOffer, u64), status: &UpdateStatus, now: Instant) {
         let sha256 = offer.sha256;
-        let runs_it = status.slots.running_image().is_some_and(|image| image.sha256 == sha256);
-        if runs_it {
+        // The same payload may be signed again with a later epoch.
+        let is_it = |image: &SlotImage| (image.sha256, image.epoch) == (sha256, epoch);
+        if status.slots.running_image().is_some_and(is_it) {
             return self.watch_trial(status, now);
         }
         if let Transfer::Restarting = status.transfer {
@@ -212,7 +213,7 @@ impl Sender {
                 let (why, state) = (why.to_string(), self.describe());
                 self.end(Err(Failure::Refused { why, state }));
             }
-            _ if holds_on_trial(&status.slots, sha256).is_some() => self.restart(Command::Restart(sha256), now),
+            _ if holds_on_trial(&status.slots, is_it) => self.restart(Command::Restart(sha256), now),
             _ => self.offer(offer, epoch, status, now),
         }
     }
@@ -339,10 +340,8 @@ impl Sender {
     }
 }
 
-/// Return the slot with this image on trial that does not run.
-fn holds_on_trial(slots: &SlotsStatus, sha256: Sha256Digest) -> Option<SlotId> {
-    [SlotId::A, SlotId::B].into_iter().find(|slot| {
-        let image = slots.image(*slot).filter(|image| image.sha256 == sha256);
-        Some(*slot) != slots.running && image.is_some_and(|image| image.trust != SlotTrust::Confirmed)
-    })
+/// Return whether the slot that does not run holds this image, on trial.
+fn holds_on_trial(slots: &SlotsStatus, is_it: impl Fn(&SlotImage) -> bool) -> bool {
+    let others = [SlotId::A, SlotId::B].into_iter().filter(|slot| Some(*slot) != slots.running);
+    others.filter_map(|slot| slots.image(slot)).any(|image| is_it(image) && image.trust != SlotTrust::Confirmed)
 }

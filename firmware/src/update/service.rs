@@ -3,7 +3,7 @@
 use super::card::{Card, Supervisor, status};
 use super::session::{Done, Session};
 use crate::emulated::Maintenance;
-use crate::slots::{BootOrder, Slot, Slots};
+use crate::slots::{BootLoader, Slot, Slots};
 use std::fmt;
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -59,7 +59,7 @@ impl<D: BlockDevice + Send + 'static> Service<D> {
     /// The system refuses a thread.
     pub fn start<B, S>(card: Card<D, B, S>, slots: Slots<D>, running: Option<Slot>) -> io::Result<Self>
     where
-        B: BootOrder<Error: fmt::Display> + Send + 'static,
+        B: BootLoader<Error: fmt::Display> + Send + 'static,
         S: Supervisor + Send + 'static,
     {
         let shared = Arc::<Shared>::default();
@@ -93,7 +93,7 @@ impl<D> Drop for Service<D> {
 fn run<D, B, S>(mut card: Card<D, B, S>, shared: &Shared)
 where
     D: BlockDevice,
-    B: BootOrder<Error: fmt::Display>,
+    B: BootLoader<Error: fmt::Display>,
     S: Supervisor,
 {
     let mut state = shared.lock();

@@ -18,7 +18,7 @@ use sumac_hal::ctrl::update::{
 pub enum Work {
     /// Check the manifest, and begin to write.
     Begin {
-        /// What the requester says of the image. Only the length is a promise; the manifest decides.
+        /// What the requester says of the image, which must agree with the manifest.
         offer: UpdateOffer,
         /// The signed manifest.
         manifest: Vec<u8>,

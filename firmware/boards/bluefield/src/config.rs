@@ -15,7 +15,7 @@
 //! | `poll` | `busy`: poll without sleeping; `sleep` | `sleep` |
 //! | `verbs` | `auto`: RDMA if a port has the address of the data ports, else UDP; `off`; or an RDMA port | `auto` |
 //! | `rdma` | the RDMA port over which ranks of other hosts are served zero-copy, with one shard | none |
-//! | `slots` | the two slots that updates are written to, files or block devices, with a comma between them | none |
+//! | `slots` | the two slots that updates of a service are written to, files or block devices, with a comma between them | none |
 //! | `update-key` | the public key that signs updates: the middle line of its PEM file | required with `slots` |
 //! | `slot` | the slot that runs, `A` or `B`, if what started the agent knows | by the slots' records |
 //! | `confirm-after` | for how many seconds an updated card serves before it counts as healthy | 60 |
@@ -32,9 +32,10 @@ mod command_line;
 
 pub use command_line::CommandLine;
 
-use crate::update::{CONFIRM_AFTER, slot, slot_paths};
+use crate::update::{CONFIRM_AFTER, DISK, slot, slot_paths};
 use std::fmt::{self, Write};
 use std::net::{Ipv4Addr, SocketAddrV4};
+use std::path::Path;
 use std::str::FromStr;
 use std::time::Duration;
 use sumac_firmware::slots::Slot;
@@ -320,6 +321,11 @@ impl Settings {
         self.put("slot", slot.to_string());
     }
 
+    /// Set the disk with the slots, of which the firmware has started one.
+    pub fn set_slots_of(&mut self, disk: &Path) {
+        self.put("slots", format!("{DISK}{}", disk.display()));
+    }
+
     fn put(&mut self, key: &str, value: String) {
         let at = KEYS.iter().position(|known| *known == key);
         at.into_iter().for_each(|at| self.values[at] = Some(value.clone()));
@@ -395,7 +401,7 @@ fn check(key: &str, value: &str) -> Result<(), &'static str> {
         "poll" => is::<Polling>(value, "busy or sleep"),
         "verbs" => is::<Verbs>(value, "auto, off, or an RDMA port such as mlx5_2:1"),
         "slots" => {
-            holds(slot_paths(value).is_some(), "two files or block devices, such as /dev/nvme0n1p1,/dev/nvme0n1p2")
+            holds(slot_paths(value).is_some(), "two files or block devices, such as /var/lib/sumac/a,/var/lib/sumac/b")
         }
         "update-key" => is::<UpdateKey>(value, "a public ed25519 key: the middle line of its PEM file"),
         "slot" => holds(slot(value).is_some(), "A or B"),
@@ -403,6 +409,16 @@ fn check(key: &str, value: &str) -> Result<(), &'static str> {
         "rdma" => holds(!value.is_empty(), "an RDMA port such as mlx5_2:1, or auto"),
         _ => Ok(()),
     }
+}
+
+/// Where the slots are.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum SlotPaths {
+    /// Two files or block devices of a service: what starts it reads their records.
+    Files([String; 2]),
+    /// A disk with partitions for them, from which the firmware starts one by its boot entry. Only `/init` sets it.
+    Disk(String),
 }
 
 /// The complete configuration.
@@ -436,7 +452,7 @@ pub struct Config {
     /// The RDMA port over which ranks of other hosts are served zero-copy.
     pub rdma: Option<String>,
     /// The two slots that updates are written to.
-    pub slots: Option<[String; 2]>,
+    pub slots: Option<SlotPaths>,
     /// The key that signs updates.
     pub update_key: Option<UpdateKey>,
     /// The slot that runs.

@@ -2,12 +2,11 @@
 
 use crate::log::Log;
 use crate::system;
-use rustix::fs::FlockOperation;
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
-use sumac_firmware::boot::Partition;
+use sumac_firmware::boot::{Partition, SlotLoader, lock_disk};
 use sumac_firmware::disk::{self, DiskError, Found, Layout, Part, Permission};
 use sumac_firmware::slots::{FileBlocks, Slot, SlotError, Slots};
 use thiserror::Error;
@@ -47,6 +46,9 @@ pub enum DisksError {
     /// Another update is being written.
     #[error("{0}: another update is being written to it")]
     Busy(String),
+    /// The disk has no partitions of ours.
+    #[error("{0} has no slots: flash the card again")]
+    NoSlots(String),
 }
 
 /// Where to install (`sumac.install=`).
@@ -123,7 +125,20 @@ impl SlotDisk {
         Ok(Self { path, layout })
     }
 
-    /// Open both slots.
+    /// Return the slots of this disk.
+    ///
+    /// # Errors
+    /// [`DisksError`].
+    pub fn at(path: &Path) -> Result<Self, DisksError> {
+        let fail = |source| DisksError::Disk { path: path.display().to_string(), source };
+        let mut file = open(path).map_err(|error| fail(error.into()))?;
+        match disk::find(&mut file, sector_bytes(path)).map_err(fail)? {
+            Found::Layout(layout) => Ok(Self { path: path.into(), layout }),
+            _ => Err(DisksError::NoSlots(path.display().to_string())),
+        }
+    }
+
+    /// Open both slots as parts of the disk: the kernel may not know partitions yet that have just been made.
     ///
     /// # Errors
     /// [`DisksError`].
@@ -132,22 +147,45 @@ impl SlotDisk {
         Ok(Slots::new([a?, b?])?)
     }
 
+    /// Open both slots by their partitions' devices. Processes that use a slot at the same time have to use the same
+    /// device: the kernel caches what is read from a disk apart from what is read from its partitions.
+    ///
+    /// # Errors
+    /// [`DisksError`].
+    pub fn partition_slots(&self) -> Result<Slots<FileBlocks>, DisksError> {
+        let open = |part: Part| {
+            let path = self.partition_path(part);
+            let found = wait(|| Ok(path.exists().then_some(())))?;
+            found.ok_or_else(|| DisksError::Missing(path.display().to_string()))?;
+            FileBlocks::open(&path)
+                .map_err(|error| DisksError::Disk { path: path.display().to_string(), source: error.into() })
+        };
+        let [a, b] = self.layout.slots.map(open);
+        Ok(Slots::new([a?, b?])?)
+    }
+
     /// Return the partition of a slot.
     pub fn partition(&self, slot: Slot) -> Partition {
         self.layout.slots[usize::from(slot == Slot::B)].partition
     }
 
-    /// Exclude other writers of slots, also those of other processes, until the file is dropped.
+    /// Return what starts the slots for updates while one of them runs: boot entries for these partitions and this
+    /// command line.
+    pub fn boot_loader<E>(&self, entries: E, running: Option<Slot>, command_line: &str) -> SlotLoader<E> {
+        let partitions = self.layout.slots.map(|part| part.partition);
+        SlotLoader::new(entries, running, partitions, command_line.to_owned()).on_disk(self.path.clone())
+    }
+
+    /// Keep others from writing slots, also other processes, until the file is dropped.
     ///
     /// # Errors
     /// [`DisksError::Busy`], or the disk cannot be opened.
     pub fn lock(&self) -> Result<File, DisksError> {
         let path = || self.path.display().to_string();
-        let file = open(&self.path).map_err(|error| DisksError::Disk { path: path(), source: error.into() })?;
-        match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => Ok(file),
-            Err(_) => Err(DisksError::Busy(path())),
-        }
+        lock_disk(&self.path).map_err(|error| match error {
+            None => DisksError::Busy(path()),
+            Some(source) => DisksError::Disk { path: path(), source: source.into() },
+        })
     }
 
     /// Open the store.
@@ -160,9 +198,14 @@ impl SlotDisk {
 
     /// Return the store's device, once the kernel has read the partition table.
     pub fn store_path(&self) -> PathBuf {
+        self.partition_path(self.layout.store)
+    }
+
+    /// Return a partition's device, once the kernel has read the partition table.
+    fn partition_path(&self, part: Part) -> PathBuf {
         let disk = self.path.display().to_string();
         let separator = if disk.ends_with(|last: char| last.is_ascii_digit()) { "p" } else { "" };
-        PathBuf::from(format!("{disk}{separator}{}", self.layout.store.partition.number))
+        PathBuf::from(format!("{disk}{separator}{}", part.partition.number))
     }
 
     fn open(&self, part: Part) -> Result<FileBlocks, DisksError> {
@@ -275,9 +318,13 @@ mod tests {
         assert_eq!(made.layout, again.layout);
         assert_eq!(made.slots().expect("open").capacity_bytes(Slot::B), made.layout.slots[1].len_bytes - 8192);
         assert!(made.store_path().ends_with("disk0p3"));
+        assert!(made.partition_path(made.layout.slots[1]).ends_with("disk0p2"));
         made.open_store().expect("open");
+        assert_eq!(SlotDisk::at(&path).expect("there").layout, made.layout);
         fs::write(&path, "data").expect("written");
         let error = SlotDisk::prepare(&target, &log).expect_err("foreign").to_string();
         assert!(error.contains("disk0") && error.contains("erase"), "{error}");
+        let error = SlotDisk::at(&path).expect_err("nothing there").to_string();
+        assert!(error.contains("disk0 has no slots"), "{error}");
     }
 }

@@ -14,7 +14,7 @@ use std::fs;
 use std::io;
 use std::path::Path;
 use std::time::Duration;
-use sumac_firmware::slots::{FileBlocks, Policy};
+use sumac_firmware::slots::{FileBlocks, HEALTHY_AFTER, Policy};
 use sumac_firmware::tail::Fifo;
 use sumac_hal::ctrl::secure::{Key, KeyFileError, check_private, read_key};
 use sumac_hal::time::Instant;
@@ -68,7 +68,7 @@ pub enum AgentError {
     /// The slots of updates cannot be used.
     #[error("{0}")]
     Slots(#[from] SlotsError),
-    /// A version that a boot entry has started is not updated by the runtime.
+    /// The slots of a version that a boot entry has started are those of its disk.
     #[error("sumac.slots= is for a service; this version was started from a slot of the card's disk: remove it")]
     SlotsOfService,
     /// What follows the stream was not installed, or no slot started.
@@ -116,12 +116,13 @@ fn boot(log: &Log) -> Result<(), AgentError> {
         return Err(AgentError::KeyInImage(file));
     }
     let mut observers = Observers::default();
-    let mut key = None;
+    let (mut key, mut slot_disk) = (None, None);
     if let Some(slot) = line.slot {
         let running = install::start_from(slot, log).map_err(|error| AgentError::Install(Box::new(error)))?;
         let Some(running) = running else { system::restart_now(log) };
         let store = running.disk.store_path();
         line.store.get_or_insert_with(|| store.display().to_string());
+        slot_disk = Some(running.disk.path.clone());
         let installer = Installer {
             disk: running.disk.clone(),
             slot,
@@ -129,7 +130,8 @@ fn boot(log: &Log) -> Result<(), AgentError> {
             line: line.clone(),
             command_line: text.clone(),
         };
-        observers.health = Some(trial::watch(running, line.trial, installer, &observers.readiness, log));
+        let limits = (line.trial, line.confirm_after.unwrap_or(HEALTHY_AFTER));
+        observers.health = Some(trial::watch(running, limits, installer, &observers.readiness, log));
     } else {
         key = behind_stream(&line, &text, log)?;
         log.info("runs from memory, until the next reset");
@@ -142,6 +144,11 @@ fn boot(log: &Log) -> Result<(), AgentError> {
     let config = settings.config()?;
     if line.slot.is_some() && config.slots.is_some() {
         return Err(AgentError::SlotsOfService);
+    }
+    match slot_disk {
+        Some(disk) if config.update_key.is_some() => settings.set_slots_of(&disk),
+        Some(_) => log.warn("no updates over the network: there is no sumac.update-key="),
+        None => {}
     }
     let ip = network::configure(&config, log)?;
     settings.set_ip(ip);

@@ -13,15 +13,15 @@ use crate::disks::{DisksError, SlotDisk};
 use crate::init::{AgentError, write_key};
 use crate::log::Log;
 use crate::store::Store;
-use ed25519_dalek::VerifyingKey;
 use std::io::{self, Read};
 use sumac_firmware::boot::{BootEntries, EntryError};
-use sumac_firmware::manifest::{Manifest, ManifestError, Trust, envelope};
+use sumac_firmware::manifest::ManifestError;
 use sumac_firmware::slots::{
     BootOrder, Event, FileBlocks, Offer, Selected, Slot, SlotError, Slots, Start, StartError, State, UpdateError,
     Updater, start,
 };
 use sumac_firmware::tail::{Fifo, Payload};
+use sumac_firmware::update::UpdateKey;
 use sumac_hal::ctrl::secure::Key;
 use sumac_hal::flash::BlockDevice;
 use sumac_hal::time::Instant;
@@ -111,10 +111,8 @@ pub fn install<R: Read, W: FnMut(u32) -> bool>(
 }
 
 /// Return what a payload's manifest offers, if it is signed by this key.
-pub(crate) fn offer_of(payload: &Payload, trusted: Option<&VerifyingKey>) -> Result<Offer, InstallError> {
-    let trusted = trusted.ok_or(InstallError::NoTrust)?;
-    let manifest = envelope::open::<Manifest>(&payload.manifest, Trust::Key(trusted)).map_err(ManifestError::from)?;
-    let offer = manifest.offer()?;
+pub(crate) fn offer_of(payload: &Payload, trusted: Option<&UpdateKey>) -> Result<Offer, InstallError> {
+    let offer = trusted.ok_or(InstallError::NoTrust)?.open(&payload.manifest)?;
     if offer.len_bytes != payload.len_bytes {
         return Err(InstallError::Length { found: payload.len_bytes, expected: offer.len_bytes });
     }
@@ -183,7 +181,7 @@ pub struct Running {
 /// [`InstallError`].
 pub fn start_from(slot: Slot, log: &Log) -> Result<Option<Running>, InstallError> {
     let disk = SlotDisk::find(log)?;
-    let mut slots = disk.slots()?;
+    let mut slots = disk.partition_slots()?;
     let mut order = CardBootOrder::of_card()?;
     let preferred = order.preferred()?;
     Ok(match start(&mut slots, slot, preferred, &mut order)? {

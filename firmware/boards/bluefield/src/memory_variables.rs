@@ -19,4 +19,9 @@ impl Variables for MemoryVariables {
         self.0.borrow_mut().insert(name.into(), value.into());
         Ok(())
     }
+
+    fn remove(&mut self, name: &str) -> io::Result<()> {
+        self.0.borrow_mut().remove(name);
+        Ok(())
+    }
 }

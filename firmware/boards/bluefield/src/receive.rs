@@ -7,7 +7,7 @@
 //! meanwhile, so it is asked now and then (Linux, drivers/platform/mellanox/mlxbf-bootctl.c: `bootfifo`). The host
 //! waits until the card takes the first words (BOOT_TIMEOUT, 300 s).
 //!
-//! Invariants: before the other slot changes, the firmware is told to start the running one, in case that an image sent
+//! Invariants: nobody else writes a slot meanwhile ([`SlotDisk::lock`]); before the other slot changes, the firmware is told to start the running one, in case that an image sent
 //! earlier was to be started; whatever fails, the running version goes on, and starts again after a reset.
 
 use crate::boot_order::CardBootOrder;
@@ -95,7 +95,7 @@ impl Installer {
         log: &Log,
     ) -> Result<Selected, InstallError> {
         let _lock = self.disk.lock()?;
-        let mut slots = self.disk.slots()?;
+        let mut slots = self.disk.partition_slots()?;
         let place = (&mut slots, &mut CardBootOrder::of_card()?, |slot| self.disk.partition(slot));
         install(fifo, payload, self, place, log)
     }

@@ -13,17 +13,15 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant as Clock};
 use sumac_firmware::boot::BootEntries;
-use sumac_firmware::slots::{
-    Event, HEALTHY_AFTER, Health, HealthEvent, Notice, Policy, Selected, Slots, State, Updater,
-};
+use sumac_firmware::slots::{Event, Health, HealthEvent, Notice, Policy, Selected, Slots, State, Updater};
 use sumac_hal::flash::BlockDevice;
 use sumac_hal::time::Instant;
 
-/// Start watching; the runtime's events go into the returned channel. Once the version is confirmed, images are
-/// received from the host.
+/// Start watching; the runtime's events go into the returned channel. A version on trial is healthy once it has served
+/// for `confirm_after`. Once it is confirmed, images are received from the host.
 pub fn watch(
     running: Running,
-    policy: Policy,
+    (policy, confirm_after): (Policy, Duration),
     installer: Installer,
     readiness: &Arc<Readiness>,
     log: &Log,
@@ -33,6 +31,7 @@ pub fn watch(
     readiness.hold(is_on_trial);
     let (log, readiness) = (log.clone(), Arc::clone(readiness));
     let watchdog = Watchdog::start(&log);
+    let trial = Trial::new(running.selected.clone(), (policy, confirm_after), Instant::ZERO);
     let mut installer = Some(installer);
     std::thread::spawn(move || {
         let mut receive = || installer.take().into_iter().for_each(|installer| installer.start(&log));
@@ -43,7 +42,7 @@ pub fn watch(
             readiness.release(&log);
             receive();
         };
-        match serve(running, policy, &events, watchdog, confirmed, &log) {
+        match serve(running, trial, &events, watchdog, confirmed, &log) {
             Ok(()) => system::restart(&log, "slot did not become healthy in time: going back to the one before"),
             Err(error) => system::restart(&log, &error.to_string()),
         }
@@ -54,7 +53,7 @@ pub fn watch(
 /// Watch until the version has to go.
 fn serve(
     running: Running,
-    policy: Policy,
+    mut trial: Trial,
     events: &Receiver<HealthEvent>,
     mut watchdog: Watchdog,
     mut confirmed: impl FnMut(),
@@ -62,8 +61,7 @@ fn serve(
 ) -> Result<(), InstallError> {
     let start = Clock::now();
     let now = || Instant::from_nanos(u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX));
-    let Running { mut slots, mut order, selected, .. } = running;
-    let mut trial = Trial::new(selected, policy, now());
+    let Running { mut slots, mut order, .. } = running;
     loop {
         watchdog.feed();
         match events.recv_timeout(trial.wait(now())) {
@@ -101,9 +99,9 @@ struct Trial {
 }
 
 impl Trial {
-    fn new(selected: Selected, policy: Policy, now: Instant) -> Self {
+    fn new(selected: Selected, (policy, confirm_after): (Policy, Duration), now: Instant) -> Self {
         let updater = Updater::new(policy, Some(selected.clone()), now);
-        Self { selected, updater, health: Health::new(HEALTHY_AFTER), is_told: false }
+        Self { selected, updater, health: Health::new(confirm_after), is_told: false }
     }
 
     /// Return how long to wait for events.
@@ -148,7 +146,7 @@ mod tests {
     use crate::memory_variables::MemoryVariables;
     use sumac_firmware::boot::{EfiBootOrder, Partition};
     use sumac_firmware::manifest::from_hex;
-    use sumac_firmware::slots::{BootOrder, FileBlocks, Offer, Slot};
+    use sumac_firmware::slots::{BootOrder, FileBlocks, HEALTHY_AFTER, Offer, Slot};
 
     fn at(seconds: u64) -> Instant {
         Instant::ZERO + Duration::from_secs(seconds)
@@ -173,7 +171,7 @@ mod tests {
         for slot in Slot::ALL {
             order.set_entry(slot, partition, "").expect("set");
         }
-        (slots, order, Trial::new(selected, Policy::default(), at(0)))
+        (slots, order, Trial::new(selected, (Policy::default(), HEALTHY_AFTER), at(0)))
     }
 
     #[test]

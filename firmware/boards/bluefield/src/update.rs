@@ -9,11 +9,19 @@
 //!
 //! The runtime writes the other slot, and only while the running one is confirmed; the supervisor writes the running
 //! slot's record, and only while it is on trial. So a runtime that crashes neither harms a slot nor ends a trial.
+//!
+//! Of a service, [`Trial`] is here, and what starts the service reads the slots' records. A version that `sumac flash`
+//! has installed is started by the firmware's boot entries, and watched by [`crate::trial`]; its runtime also sets the
+//! entry of the slot that it writes ([`sumac_firmware::boot::SlotLoader`]).
 
-use crate::config::Config;
+use crate::boot_order::{CardBootOrder, OrderError};
+use crate::config::{Config, SlotPaths};
+use crate::disks::{DisksError, SlotDisk};
 use crate::log::{Level, Log};
 use crate::runtime::report;
+use std::fs;
 use std::io;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
@@ -22,7 +30,7 @@ use sumac_firmware::slots::{
     Event, FileBlocks, HEALTHY_AFTER, Health, HealthEvent, Notice, Policy, Selected, Slot, SlotError, Slots, State,
     Updater,
 };
-use sumac_firmware::update::{Card, NoBootOrder, Service, Supervisor, UpdateKey};
+use sumac_firmware::update::{Card, NoBootOrder, Service, Supervisor};
 use sumac_hal::time::Instant;
 use thiserror::Error;
 
@@ -49,13 +57,34 @@ pub enum SlotsError {
     /// A slot is unusable.
     #[error("{0}")]
     Slot(#[from] SlotError<io::Error>),
+    /// The disk of an installed version is unusable.
+    #[error("{0}")]
+    Disk(#[from] DisksError),
+    /// The card has no usable boot order.
+    #[error("{0}")]
+    Order(#[from] OrderError),
+    /// A service has no boot entries.
+    #[error("slots=disk:{0}: a service has its slots in two files, such as slots=/var/lib/sumac/a,/var/lib/sumac/b")]
+    DiskOfService(String),
+    /// The thread that writes cannot be started.
+    #[error("cannot start the thread that writes slots: {0}")]
+    Thread(io::Error),
+    /// What runs does not say how it was started.
+    #[error("/proc/cmdline: {0}")]
+    CommandLine(io::Error),
 }
 
-/// Parse the paths of the slots.
-pub(crate) fn slot_paths(value: &str) -> Option<[String; 2]> {
-    let (a, b) = value.split_once(',')?;
+/// What the path of a disk with both slots begins with, in the setting.
+pub(crate) const DISK: &str = "disk:";
+
+/// Parse the paths of the slots, or of a disk with both.
+pub(crate) fn slot_paths(value: &str) -> Option<SlotPaths> {
     let is_path = |path: &str| !path.is_empty() && !path.contains(',');
-    (is_path(a) && is_path(b) && a != b).then(|| [a.to_owned(), b.to_owned()])
+    match value.split_once(',') {
+        Some((a, b)) if is_path(a) && is_path(b) && a != b => Some(SlotPaths::Files([a.to_owned(), b.to_owned()])),
+        Some(_) => None,
+        None => value.strip_prefix(DISK).filter(|path| is_path(path)).map(|path| SlotPaths::Disk(path.to_owned())),
+    }
 }
 
 /// Parse a slot's name.
@@ -64,11 +93,14 @@ pub(crate) fn slot(value: &str) -> Option<Slot> {
 }
 
 /// Open the slots.
-fn open(paths: &[String; 2]) -> Result<Slots<FileBlocks>, SlotsError> {
+fn open(paths: &SlotPaths) -> Result<Slots<FileBlocks>, SlotsError> {
     let open = |path: &String| {
         FileBlocks::open(path.as_ref()).map_err(|source| SlotsError::Open { path: path.clone(), source })
     };
-    Ok(Slots::new([open(&paths[0])?, open(&paths[1])?])?)
+    match paths {
+        SlotPaths::Files([a, b]) => Ok(Slots::new([open(a)?, open(b)?])?),
+        SlotPaths::Disk(path) => Ok(SlotDisk::at(Path::new(path))?.partition_slots()?),
+    }
 }
 
 /// Find out which slot runs, and count the try if it is on trial. What started the agent may know, and has counted it
@@ -78,6 +110,9 @@ fn open(paths: &[String; 2]) -> Result<Slots<FileBlocks>, SlotsError> {
 /// [`SlotsError`].
 pub fn select(config: &Config, log: &Log) -> Result<Option<Selected>, SlotsError> {
     let Some(paths) = &config.slots else { return Ok(None) };
+    if let SlotPaths::Disk(path) = paths {
+        return Err(SlotsError::DiskOfService(path.clone()));
+    }
     let mut slots = open(paths)?;
     if let Some(slot) = config.slot {
         let record = slots.record(slot)?;
@@ -221,12 +256,19 @@ impl Supervisor for Pipe {
 /// [`SlotsError`].
 pub(crate) fn maintenance(config: &Config) -> Result<Option<Arc<dyn Maintenance>>, SlotsError> {
     let (Some(paths), Some(key)) = (&config.slots, &config.update_key) else { return Ok(None) };
-    let running = config.slot;
-    let key: UpdateKey = key.clone();
-    let card = Card::new(open(paths)?, running, key, (NoBootOrder, Pipe));
-    let service = Service::start(card, open(paths)?, running);
-    let service = service.map_err(|source| SlotsError::Open { path: paths[0].clone(), source })?;
-    Ok(Some(Arc::new(service)))
+    let (key, running) = (key.clone(), config.slot);
+    let slots = || open(paths);
+    let service = match paths {
+        SlotPaths::Files(_) => {
+            Service::start(Card::new(slots()?, running, key, (NoBootOrder, Pipe)), slots()?, running)
+        }
+        SlotPaths::Disk(path) => {
+            let command_line = fs::read_to_string("/proc/cmdline").map_err(SlotsError::CommandLine)?;
+            let loader = SlotDisk::at(Path::new(path))?.boot_loader(CardBootOrder::of_card()?, running, &command_line);
+            Service::start(Card::new(slots()?, running, key, (loader, Pipe)), slots()?, running)
+        }
+    };
+    Ok(Some(Arc::new(service.map_err(SlotsError::Thread)?)))
 }
 
 #[cfg(test)]

@@ -8,21 +8,31 @@ use sumac_hal::ctrl::update::{SlotTrust, UPDATE_MANIFEST_MAX_BYTES, UPDATE_WINDO
 fn image_that_is_not_as_signed_is_refused_and_never_starts() {
     let good = Image::new("2.0", 2, &key(1));
     let other = Image::new("2.1", 2, &key(1));
-    let mut changed = good.clone();
-    let at = changed.bytes.len() - 700;
-    changed.bytes[at] ^= 1;
+    let changed = changed_at(&good, 700);
     let mut longer = good.clone();
     longer.bytes.extend([0; 8]);
     let mut shorter = good.clone();
     shorter.bytes.truncate(good.bytes.len() - 8);
     let swapped = Image { bytes: other.bytes.clone(), ..good.clone() };
     let unsigned = Image { manifest: b"{}".to_vec(), ..good.clone() };
+    let unsealed = Image { manifest: manifest("2.0", 2, &good.bytes).seal(None).expect("short"), ..good.clone() };
+    let sealed = |manifest: Manifest| Image { manifest: manifest.seal(Some(&key(1))).expect("short"), ..good.clone() };
+    let mut foreign = manifest("2.0", 2, &good.bytes);
+    foreign.board = "toaster".into();
+    let mut ram_only = manifest("2.0", 2, &good.bytes);
+    ram_only.slot = None;
+    let mut no_digest = manifest("2.0", 2, &good.bytes);
+    no_digest.slot = Some(SlotDigest { len_bytes: good.bytes.len() as u64, sha256: "abc".into() });
     for (what, image, says) in [
         ("another key", Image::new("2.0", 2, &key(2)), "not signed by the key"),
         ("no manifest", unsigned, "manifest"),
-        ("a changed byte", changed, "image_crc"),
-        ("bytes behind the end", longer, ""),
-        ("a missing end", shorter, ""),
+        ("no signature", unsealed, "not signed by the key"),
+        ("another board", sealed(foreign), "toaster"),
+        ("no payload", sealed(ram_only), "no payload for an update slot"),
+        ("no digest", sealed(no_digest), "not a SHA-256"),
+        ("a changed byte", changed, "another one"),
+        ("bytes behind the end", longer, "another one"),
+        ("a missing end", shorter, "another one"),
         ("another image than announced", swapped, "another one"),
         ("a long version", Image::new(&"9".repeat(60), 2, &key(1)), "exceeds"),
     ] {
@@ -34,12 +44,22 @@ fn image_that_is_not_as_signed_is_refused_and_never_starts() {
         rig.restart();
         assert_eq!(rig.version(), "1.0", "{what}");
     }
-    // The digest that the operator's command states is not the image's.
-    let mut rig = Rig::new();
-    let lie = Goal::Update { offer: UpdateOffer { sha256: [9; 32], ..good.offer() }, epoch: 2 };
-    let (outcome, _) = pursue(&mut rig, lie, &good.sent(), |_| Fate::Arrives);
-    assert!(outcome.expect_err("another digest").to_string().contains("SHA-256"));
-    assert!(rig.status().image(SlotId::B).is_none());
+    // An operator's command that offers what the manifest says, and sends something else of the same length.
+    for lie in [changed_at(&good, 0), changed_at(&good, good.bytes.len() - 1)] {
+        let mut rig = Rig::new();
+        let (outcome, _) = pursue(&mut rig, good.goal(), &lie.sent(), |_| Fate::Arrives);
+        let why = outcome.expect_err("another payload").to_string();
+        assert!(why.contains("SHA-256 of the update differs"), "{why}");
+        assert!(rig.status().image(SlotId::B).is_none());
+        rig.restart();
+        assert_eq!(rig.version(), "1.0");
+    }
+}
+
+fn changed_at(image: &Image, at: usize) -> Image {
+    let mut changed = image.clone();
+    changed.bytes[at] ^= 1;
+    changed
 }
 
 /// Requests of a hostile controller, in any order, with any numbers.

@@ -1,10 +1,9 @@
-//! One card's update: the machine ([`Sender`]), a connection to the controller, and the image's file.
+//! One card's update: the machine ([`Sender`]), a connection to the controller, and the payload.
 
 use super::show::Show;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant as Clock};
 use sumac::controller::proto::{JoinRefusal, UPDATE_PIECE_MAX_BYTES, UpdateCommand, UpdateRefusal};
 use sumac::controller::{ClientError, ControllerAddr, UpdateClient};
@@ -16,7 +15,7 @@ use sumac_hal::time::Instant;
 pub(super) struct Task {
     pub(super) goal: Goal,
     pub(super) manifest: Vec<u8>,
-    pub(super) image: Option<PathBuf>,
+    pub(super) payload: Option<File>,
 }
 
 impl Task {
@@ -28,25 +27,18 @@ impl Task {
         }
     }
 
-    /// Return the bytes of manifest and image from `offset` on.
-    fn read(&self, image: Option<&File>, offset: u64, len: usize) -> io::Result<Vec<u8>> {
+    /// Return the bytes of manifest and payload from `offset` on.
+    fn read(&self, offset: u64, len: usize) -> io::Result<Vec<u8>> {
         let manifest = self.manifest.len() as u64;
         if offset < manifest {
             let at = offset as usize;
             return Ok(self.manifest[at..self.manifest.len().min(at + len)].to_vec());
         }
         let mut bytes = vec![0; len];
-        let image = image.ok_or(io::ErrorKind::NotFound)?;
-        image.read_exact_at(&mut bytes, offset - manifest)?;
+        let payload = self.payload.as_ref().ok_or(io::ErrorKind::NotFound)?;
+        payload.read_exact_at(&mut bytes, offset - manifest)?;
         Ok(bytes)
     }
-}
-
-/// Read a part of a file.
-pub(super) fn read_at(path: &Path, offset: u64, len: usize) -> io::Result<Vec<u8>> {
-    let mut bytes = vec![0; len];
-    File::open(path)?.read_exact_at(&mut bytes, offset)?;
-    Ok(bytes)
 }
 
 /// Pursue a task on one card.
@@ -57,9 +49,6 @@ pub(super) fn pursue(
     limits: Limits,
     show: &Show,
 ) -> Result<Outcome, String> {
-    let image =
-        task.image.as_deref().map(|path| File::open(path).map_err(|error| format!("{}: {error}", path.display())));
-    let image = image.transpose()?;
     let began = Clock::now();
     let now = || Instant::ZERO + began.elapsed();
     let mut client = UpdateClient::new(controller.clone(), operator());
@@ -81,10 +70,10 @@ pub(super) fn pursue(
             Command::Status => UpdateCommand::Status,
             Command::Begin(offer) => UpdateCommand::Begin(offer),
             Command::Piece { offset, len_bytes } => {
-                let bytes = task.read(image.as_ref(), offset, len_bytes as usize);
+                let bytes = task.read(offset, len_bytes as usize);
                 UpdateCommand::Piece {
                     offset,
-                    bytes: bytes.map_err(|error| format!("cannot read the image: {error}"))?,
+                    bytes: bytes.map_err(|error| format!("cannot read the payload: {error}"))?,
                 }
             }
             Command::Finish => UpdateCommand::Finish,

@@ -7,8 +7,9 @@ use super::drive::{self, Task};
 use super::show::Show;
 use crate::address::ControllerAddress;
 use crate::exit::Failure;
-use crate::image::{ImageFile, read_public_key};
+use crate::image::{ImageFile, SlotImage, read_public_key};
 use crate::key::KeyOption;
+use crate::options::device_name;
 use anyhow::anyhow;
 use clap::Args;
 use std::collections::BTreeSet;
@@ -18,8 +19,9 @@ use std::sync::Mutex;
 use std::thread;
 use std::time::Duration;
 use sumac::controller::ControllerAddr;
+use sumac::controller::limits::InvalidName;
 use sumac_firmware::bfb::Policy;
-use sumac_firmware::manifest::{MANIFEST_IMAGE, Trust, check};
+use sumac_firmware::manifest::{Trust, check};
 use sumac_firmware::update::{Goal, Limits};
 use sumac_hal::ctrl::update::{SLOT_VERSION_MAX_LEN, UPDATE_MANIFEST_MAX_BYTES, UpdateOffer};
 
@@ -27,7 +29,7 @@ use sumac_hal::ctrl::update::{SLOT_VERSION_MAX_LEN, UPDATE_MANIFEST_MAX_BYTES, U
 #[derive(Debug, Args)]
 pub(super) struct Remote {
     /// Devices, as `sumac status` names them; may be repeated
-    #[arg(long, value_name = "DEVICE,...", value_delimiter = ',', required = true)]
+    #[arg(long, value_name = "DEVICE,...", value_delimiter = ',', required = true, value_parser = name)]
     name: Vec<String>,
     #[command(flatten)]
     controller: ControllerAddress,
@@ -76,67 +78,57 @@ pub(super) struct ConfirmArgs {
     remote: Remote,
 }
 
-/// An image that was checked.
-struct Image {
-    offer: UpdateOffer,
-    epoch: u64,
-    manifest: Vec<u8>,
-    version: String,
-}
-
 /// Update cards.
 pub(super) fn update(args: &UpdateArgs) -> Result<(), Failure> {
-    let image = read(&args.image, args.public_key.as_deref())?;
-    let Image { offer, epoch, manifest, version } = image;
+    let SlotImage { manifest, sealed, payload } = read(&args.image, args.public_key.as_deref())?;
+    let (version, epoch) = (&manifest.version, manifest.epoch);
     let what = format!("update to version {version}, epoch {epoch}");
-    let task = Task { goal: Goal::Update { offer, epoch }, manifest, image: Some(args.image.clone()) };
+    let offer =
+        UpdateOffer { manifest_len_bytes: sealed.len() as u32, len_bytes: payload.len_bytes, sha256: payload.sha256 };
+    let task = Task { goal: Goal::Update { offer, epoch }, manifest: sealed, payload: Some(payload.file) };
     run(&args.remote, &task, !args.no_wait, &what)
 }
 
 /// Restart cards into their other slots.
 pub(super) fn roll_back(args: &RollbackArgs) -> Result<(), Failure> {
-    let task = Task { goal: Goal::RollBack, manifest: Vec::new(), image: None };
+    let task = Task { goal: Goal::RollBack, manifest: Vec::new(), payload: None };
     run(&args.remote, &task, !args.no_wait, "rollback")
 }
 
 /// Confirm the running slots of cards.
 pub(super) fn confirm(args: &ConfirmArgs) -> Result<(), Failure> {
-    let task = Task { goal: Goal::Confirm, manifest: Vec::new(), image: None };
+    let task = Task { goal: Goal::Confirm, manifest: Vec::new(), payload: None };
     run(&args.remote, &task, true, "confirmation")
 }
 
-/// Check an image before any card hears of it.
-fn read(path: &Path, public_key: Option<&Path>) -> Result<Image, Failure> {
+/// Check an image before any card hears of it, and build what its slots hold.
+fn read(path: &Path, public_key: Option<&Path>) -> Result<SlotImage, Failure> {
     let key = public_key.map(read_public_key).transpose()?;
     let file = ImageFile::open(path)?;
     if file.is_emmc {
         return Err(file.failure(anyhow!("has the form of an eMMC partition; give the boot stream itself")));
     }
     let trust = key.as_ref().map_or(Trust::AnySigner, Trust::Key);
-    let checked = check(file.stream()?, Policy::Strict, trust).map_err(|error| file.failure(error))?;
-    let missing = || file.failure(anyhow!("has no manifest; build it with `sumac image build --sign-key`"));
-    let (Some(manifest), Some(entry)) = (&checked.manifest, checked.report.find(MANIFEST_IMAGE)) else {
-        return Err(missing());
-    };
-    let (at, len) = (entry.data_offset(), entry.header.len_bytes);
-    if manifest.version.len() > SLOT_VERSION_MAX_LEN || len > UPDATE_MANIFEST_MAX_BYTES {
-        let version = &manifest.version;
+    check(file.stream()?, Policy::Strict, trust).map_err(|error| file.failure(error))?;
+    let image = SlotImage::build(&file, path, trust, "has nothing for a card's slot")?;
+    let (version, len) = (&image.manifest.version, image.sealed.len());
+    if version.len() > SLOT_VERSION_MAX_LEN || len > UPDATE_MANIFEST_MAX_BYTES as usize {
         return Err(file.failure(anyhow!(
             "has version {version:?} and a manifest of {len} bytes; cards take versions of {SLOT_VERSION_MAX_LEN} bytes \
              and manifests of {UPDATE_MANIFEST_MAX_BYTES} bytes"
         )));
     }
-    let sealed = drive::read_at(path, at, len as usize).map_err(|error| file.failure(error))?;
-    let offer = UpdateOffer { manifest_len_bytes: len, len_bytes: checked.report.len_bytes, sha256: checked.sha256 };
-    Ok(Image { offer, epoch: manifest.epoch, manifest: sealed, version: manifest.version.clone() })
+    Ok(image)
+}
+
+/// Parse a device's name, by the controller's rule: what cannot be one is wrong usage, and no controller hears of it.
+fn name(text: &str) -> Result<String, InvalidName> {
+    device_name(text.trim())
 }
 
 /// Pursue a task on all cards.
 fn run(remote: &Remote, task: &Task, awaits_confirmation: bool, what: &str) -> Result<(), Failure> {
-    let names: BTreeSet<&str> = remote.name.iter().map(|name| name.trim()).collect();
-    if names.contains("") {
-        return Err(Failure::Input(anyhow!("--name has an empty name; `sumac status` lists the devices")));
-    }
+    let names: BTreeSet<&str> = remote.name.iter().map(String::as_str).collect();
     let key = remote.key.read_operator()?;
     let controller = ControllerAddr { key, ..remote.controller.or_default()? };
     let total = Duration::from_secs(remote.time_limit);

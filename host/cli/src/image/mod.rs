@@ -13,7 +13,7 @@ mod show;
 mod tail;
 
 pub(crate) use file::{ImageFile, read_public_key};
-pub(crate) use tail::payload;
+pub(crate) use tail::{SlotImage, payload};
 
 use crate::board::{self, RunArgs};
 use crate::exit::Failure;

@@ -47,8 +47,9 @@ fn main() -> ExitCode {
         Some(service::AGENT) => return service::run_agent(&arguments[1..]),
         _ => {}
     }
-    let tests: [(&str, fn()); 3] = [
+    let tests: [(&str, fn()); 4] = [
         ("live_agent_is_updated_while_its_job_goes_on", live_agent_is_updated_while_its_job_goes_on),
+        ("second_operator_takes_over_once_the_first_has_gone", second_operator_takes_over_once_the_first_has_gone),
         ("transfer_survives_a_restart_of_the_controller", transfer_survives_a_restart_of_the_controller),
         ("wrong_usage_and_refusals_have_their_exit_statuses", wrong_usage_and_refusals_have_their_exit_statuses),
     ];
@@ -113,7 +114,6 @@ impl Bench {
         kernel[..2].copy_from_slice(b"MZ");
         kernel[0x3c..0x46].copy_from_slice(b"\x40\0\0\0PE\0\0\x64\xaa");
         fs::write(bench.path("kernel"), kernel).expect("written");
-        fs::write(bench.path("initramfs"), vec![5; INITRAMFS_LEN_BYTES]).expect("written");
         bench.start_controller();
         bench
     }
@@ -130,10 +130,12 @@ impl Bench {
         self.controller = Some(controller);
     }
 
-    /// Build an image; returns its path.
+    /// Build an image, whose initramfs differs from that of every other version; returns its path.
     fn image(&self, version: &str, epoch: u64, key: &str) -> String {
         let (output, key) = (self.path(&format!("{version}-{key}.bfb")), self.path(&format!("{key}.pem")));
         let (kernel, initramfs) = (self.path("kernel"), self.path("initramfs"));
+        let contents: Vec<u8> = version.bytes().cycle().take(INITRAMFS_LEN_BYTES).collect();
+        fs::write(&initramfs, contents).expect("written");
         let mut args = vec!["image", "build", "--kernel", &kernel, "--initramfs", &initramfs, "-o", &output];
         let epoch = epoch.to_string();
         args.extend(["--image-version", version, "--epoch", &epoch, "--sign-key", &key]);
@@ -362,6 +364,49 @@ fn transfer_survives_a_restart_of_the_controller() {
     assert_eq!(agent.starts(), 2);
 }
 
+/// In mid-transfer a second operator is refused, and nothing is lost; once the first one was killed, it takes over.
+fn second_operator_takes_over_once_the_first_has_gone() {
+    let bench = Bench::new();
+    let agent = Service::start(bench.agent_words("leaf0", 3));
+    bench.wait_for_device("leaf0");
+    let (first, second) = (bench.image("2.0", 2, "sign"), bench.image("2.1", 2, "sign"));
+    let mut command = Command::new(env!("CARGO_BIN_EXE_sumac"));
+    command.args(bench.card_args(&["update", &first, "--json"])).stdin(Stdio::null()).stdout(Stdio::piped());
+    let mut update = command.spawn().expect("started");
+    let mut lines = BufReader::new(update.stdout.take().expect("piped")).lines();
+    lines.find(|line| line.as_ref().expect("a line").contains("progress")).expect("a transfer").expect("a line");
+    // Stopped, so that it holds the card for as long as the test needs.
+    signal(&update, "STOP");
+    let holder = format!("process {}", update.id());
+    for args in [&["update", &second][..], &["confirm"], &["rollback"]] {
+        let refused = bench.card(args);
+        let text = stdout(&refused);
+        let is_named = text.contains("is being updated by") && text.contains(&holder);
+        // What changes nothing needs no hold: there is no trial, and no other slot.
+        let is_idle = text.contains("as before") || text.contains("slot B holds nothing");
+        assert!(is_named || args[0] != "update" && is_idle, "{args:?}: {text}");
+    }
+    assert_eq!(bench.status()["devices"][0]["slots"]["images"][0]["version"], "1.0");
+    signal(&update, "KILL");
+    update.wait().expect("killed");
+    let deadline = Instant::now() + LONG;
+    let (output, last) = loop {
+        let (output, last) = bench.card_json(&["update", &second]);
+        // The controller has to notice that the connection has ended.
+        let is_held = last["message"].as_str().is_some_and(|why| why.contains(&holder));
+        if !is_held || Instant::now() >= deadline {
+            break (output, last);
+        }
+    };
+    assert_eq!((exit_status(&output), &last["version"], &last["slot"]), (0, &"2.1".into(), &"B".into()), "{last}");
+    assert_eq!(agent.starts(), 2);
+}
+
+fn signal(child: &std::process::Child, name: &str) {
+    let sent = Command::new("kill").args([&format!("-{name}"), &child.id().to_string()]).status();
+    assert!(sent.expect("kill").success());
+}
+
 fn wrong_usage_and_refusals_have_their_exit_statuses() {
     let bench = Bench::new();
     let agent = Service::start(bench.agent_words("leaf0", 2));
@@ -389,7 +434,8 @@ fn wrong_usage_and_refusals_have_their_exit_statuses() {
         (2, &["update", &unsigned], "unsigned.bfb"),
         (2, &["update", "/nonexistent"], "cannot read"),
         (2, &["update", &other, "--key", &public], "not signed by the key"),
-        (2, &["update", &good, "--name", ""], "empty name"),
+        (2, &["update", &good, "--name", ""], "use 1 to 64 printable ASCII characters"),
+        (2, &["update", &good, "--name", "leaf0,"], "use 1 to 64 printable ASCII characters"),
         (2, &["update", &good, "--parallel", "0"], "parallel"),
         (1, &["update", &good, "--name", "leaf9"], "not connected"),
         (1, &["update", &good, "--name", "leaf1"], "sumac flash"),
@@ -401,6 +447,11 @@ fn wrong_usage_and_refusals_have_their_exit_statuses() {
         let output = bench.card(args);
         let text = format!("{}{}", stdout(&output), stderr(&output));
         assert_eq!((exit_status(&output), text.contains(says)), (status, true), "{args:?}: {text}");
+    }
+    // No controller hears of what cannot be a name: nothing listens there.
+    for command in ["rollback", "confirm"] {
+        let output = sumac(&["card", command, "--name", "x\ty", "--controller", "127.0.0.1:9"]);
+        assert!(exit_status(&output) == 2 && stderr(&output).contains("printable ASCII"), "{}", stderr(&output));
     }
     // Of several cards, the failure of one stops no other.
     let several = bench.card(&["update", &good, "--name", "leaf9,leaf0,leaf1"]);

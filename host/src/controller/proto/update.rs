@@ -76,8 +76,8 @@ pub enum UpdateRefusal {
     },
     /// The device cannot update itself.
     #[error(
-        "device {device:?} does not boot from slots, so it cannot be updated over the network: flash it with `sumac \
-         flash`, and give its agent `slots` and `update-key`"
+        "device {device:?} does not boot from slots, so it cannot be updated over the network: install it with `sumac \
+         flash`, or give a service's agent `slots` and `update-key`"
     )]
     NoSlots {
         /// The device.

@@ -3,7 +3,6 @@
 use super::{ConfigError, Settings};
 use crate::disks::Target;
 use crate::update;
-use ed25519_dalek::VerifyingKey;
 use std::time::Duration;
 use sumac_firmware::slots::{Policy, Slot};
 use sumac_firmware::update::UpdateKey;
@@ -29,9 +28,11 @@ pub struct CommandLine {
     /// Where to install (`install=/dev/nvme0n1`).
     pub install: Target,
     /// The public key that must have signed what is installed (`update-key=`, the middle line of its PEM file).
-    pub update_key: Option<VerifyingKey>,
+    pub update_key: Option<UpdateKey>,
     /// The limits of a trial (`trial=300`, in seconds).
     pub trial: Policy,
+    /// How long an installed version on trial serves before it is healthy (`confirm-after=60`, in seconds).
+    pub confirm_after: Option<Duration>,
 }
 
 impl CommandLine {
@@ -77,7 +78,12 @@ impl CommandLine {
             "update-key" => {
                 let key = value.parse::<UpdateKey>();
                 let key = key.map_err(|_| fail("the middle line of an ed25519 public key's PEM file"))?;
-                self.update_key = Some(*key.verifying_key());
+                self.update_key = Some(key);
+                return Ok(false);
+            }
+            "confirm-after" => {
+                self.confirm_after = value.parse().ok().map(Duration::from_secs);
+                // Checked as a setting.
                 return Ok(false);
             }
             "trial" => {

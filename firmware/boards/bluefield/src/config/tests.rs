@@ -33,7 +33,7 @@ fn every_key_round_trips() {
         poll: Polling::Busy,
         verbs: Verbs::Link("mlx5_0:1".into()),
         rdma: Some("mlx5_2:1".into()),
-        slots: Some(["/dev/vda".into(), "/dev/vdb".into()]),
+        slots: Some(SlotPaths::Files(["/dev/vda".into(), "/dev/vdb".into()])),
         update_key: KEY.parse().ok(),
         slot: Some(Slot::B),
         confirm_after: Duration::from_secs(90),
@@ -107,7 +107,7 @@ fn command_line_says_slot_disk_key_and_trial() {
     let line = CommandLine::parse(words, PREFIX).expect("a command line");
     assert_eq!((line.slot, line.trial.confirm_within), (Some(Slot::B), Duration::from_secs(90)));
     assert_eq!(line.install, Target::parse("/dev/nvme0n1,erase").expect("a target"));
-    assert_eq!(line.update_key.map(|key| key.as_bytes()[..2].to_vec()), Some(vec![0x19, 0xbf]));
+    assert_eq!(line.update_key.map(|key| key.verifying_key().as_bytes()[..2].to_vec()), Some(vec![0x19, 0xbf]));
     let none = CommandLine::parse([], PREFIX).expect("nothing");
     assert_eq!((none.slot, none.update_key, none.trial.confirm_within.as_secs()), (None, None, 300));
     for (word, named) in [
@@ -155,4 +155,21 @@ fn invalid_settings_are_named() {
     }
     assert!(CommandLine::parse(["sumac.keep=1"], PREFIX).is_err());
     assert!(CommandLine::parse(["sumac.nome=1"], PREFIX).is_err());
+}
+
+/// What `/init` hands on to the runtime of an installed version.
+#[test]
+fn disk_of_an_installed_version_reaches_the_runtime() {
+    let mut settings = Settings::from_lines(ALL).expect("settings");
+    settings.set_slots_of(Path::new("/dev/nvme0n1"));
+    let read = Settings::from_lines(&settings.to_secret_lines()).expect("settings").config().expect("a configuration");
+    assert_eq!(read.slots, Some(SlotPaths::Disk("/dev/nvme0n1".into())));
+}
+
+#[test]
+fn installed_version_is_healthy_after_the_time_on_the_command_line() {
+    let line = |words: &[&str]| CommandLine::parse(words.iter().copied(), PREFIX).expect("a command line");
+    assert_eq!(line(&["sumac.confirm-after=20"]).confirm_after, Some(Duration::from_secs(20)));
+    assert_eq!(line(&["sumac.confirm-after=20"]).settings.to_lines(), "confirm-after=20\n");
+    assert_eq!(line(&[]).confirm_after, None);
 }

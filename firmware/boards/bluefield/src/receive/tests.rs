@@ -59,7 +59,7 @@ impl Card {
         let disk = SlotDisk::prepare(&target, &log).expect("room");
         let variables = MemoryVariables::default();
         let (mut slots, mut order) = (disk.slots().expect("made"), EfiBootOrder::new(variables.clone()));
-        let line = CommandLine { update_key: Some(key(TRUSTED).verifying_key()), ..CommandLine::default() };
+        let line = CommandLine { update_key: Some(key(TRUSTED).verifying_key().into()), ..CommandLine::default() };
         let command_line = "console=hvc0 sumac.slot=A initrd=\\INITRD".into();
         let installer = Installer { disk, slot: Slot::A, line, command_line, fifo: PathBuf::new() };
         // As it was installed: slot A is the first that is written.
