@@ -2,10 +2,13 @@
 
 use serde::Serialize;
 use std::io::Cursor;
-use sumac::controller::proto::{ClientReply, ClientRequest};
+use sumac::controller::proto::{ClientReply, ClientRequest, UpdateCommand, UpdateDevice, UpdateRefusal};
 use sumac_firmware::bfb::{Builder, ImageId, ImageName, Source};
 use sumac_firmware::manifest::{MANIFEST_IMAGE, Manifest};
-use sumac_hal::ctrl::{Envelope, Hello, JobTicket, Name, Request, Response, encode};
+use sumac_hal::ctrl::update::{
+    PIECE_MAX_BYTES, SlotId, SlotImage, SlotTrust, SlotsStatus, Transfer, UpdateOffer, UpdateRequest, UpdateStatus,
+};
+use sumac_hal::ctrl::{Announce, Envelope, Hello, JobTicket, Name, Request, Response, encode};
 use sumac_hal::dma::{Address, Coverage, Descriptor, RegionKey, Scope, Step, Tag};
 use sumac_hal::ids::{ChildIndex, ChunkNo, Epoch, GroupId, Rank};
 use sumac_hal::mmio::admission::{AdmissionReply, AdmissionRequest, AttachRefusal};
@@ -80,13 +83,14 @@ fn wire() -> Vec<Seed> {
     plain.chain(naks).chain(short).map(|(name, bytes)| seed("wire", name.to_lowercase(), &[1], &bytes)).collect()
 }
 
+fn message(name: &str, kind: u8, message: &impl Serialize) -> Seed {
+    let mut buffer = vec![0; 70_000];
+    let frame = encode(message, &mut buffer).expect("it fits");
+    // An unmodified frame, read in pieces.
+    seed("control", name, &[kind << 1 | 1, 20], frame)
+}
+
 fn control() -> Vec<Seed> {
-    fn message(name: &str, kind: u8, message: &impl Serialize) -> Seed {
-        let mut buffer = vec![0; 70_000];
-        let frame = encode(message, &mut buffer).expect("it fits");
-        // An unmodified frame, read in pieces.
-        seed("control", name, &[kind << 1 | 1, 20], frame)
-    }
     let request = |message| Envelope { id: 7, message };
     let ticket = JobTicket { job: Name::try_from("job").expect("short"), rank: 2, proof: [5; 32] };
     let mut seeds = vec![
@@ -110,11 +114,93 @@ fn control() -> Vec<Seed> {
         message("left", 5, &ClientReply::Left),
         message("lost", 5, &ClientReply::RankLost(Rank(3))),
     ];
+    seeds.extend(updates());
     // Every message of the controller in the inputs of the target `admission`.
     for (number, (kind, bytes)) in crate::admission::controller_messages().into_iter().enumerate() {
         seeds.push(seed("control", format!("from-controller-{number}"), &[kind << 1 | 0x10, 255], &bytes));
     }
     seeds
+}
+
+/// Updates of devices over the network.
+fn updates() -> Vec<Seed> {
+    let mut seeds = Vec::new();
+    for request in update_requests() {
+        let name = format!("update-{}", short(&request));
+        seeds.push(message(&name, 0, &Envelope { id: 7, message: Request::Update(request) }));
+    }
+    for transfer in transfers() {
+        let (name, status) = (short(&transfer), UpdateStatus { slots: slots_status(), transfer });
+        let response = Envelope { id: 7, message: Response::Update(status.clone()) };
+        seeds.push(message(&format!("update-status-{name}"), 1, &response));
+        seeds.push(message(&format!("updated-{name}"), 5, &ClientReply::Updated(Box::new(Ok(status)))));
+    }
+    let why = "no".try_into().expect("short");
+    seeds.push(message("update-refused", 1, &Envelope { id: 7, message: Response::UpdateRefused(why) }));
+    let announce = Announce { slots: Some(slots_status()), ..crate::admission::announce() };
+    seeds.push(message("announce-slots", 3, &announce));
+    for command in update_commands() {
+        let (name, device, operator) = (short(&command), "leaf0".into(), "ann@ops, process 7".into());
+        let update = UpdateDevice { device, operator, command };
+        seeds.push(message(&format!("update-device-{name}"), 4, &ClientRequest::Update(Box::new(update))));
+    }
+    let busy = UpdateRefusal::Busy { device: "leaf0".into(), operator: "ann@ops, process 7".into(), for_s: 9 };
+    seeds.push(message("update-busy", 5, &ClientReply::Updated(Box::new(Err(busy)))));
+    seeds
+}
+
+/// The name of a variant, in lower case.
+fn short(value: &impl std::fmt::Debug) -> String {
+    let text = format!("{value:?}");
+    text.split(|at: char| !at.is_alphanumeric()).next().unwrap_or_default().to_lowercase()
+}
+
+const OFFER: UpdateOffer = UpdateOffer { manifest_len_bytes: 700, len_bytes: 40 << 20, sha256: [3; 32] };
+
+fn update_requests() -> [UpdateRequest; 7] {
+    let bytes = std::iter::repeat_n(9, PIECE_MAX_BYTES).collect();
+    [
+        UpdateRequest::Status,
+        UpdateRequest::Begin(OFFER),
+        UpdateRequest::Piece { offset: 700, bytes },
+        UpdateRequest::Finish,
+        UpdateRequest::Restart { sha256: OFFER.sha256 },
+        UpdateRequest::RollBack,
+        UpdateRequest::Confirm,
+    ]
+}
+
+fn update_commands() -> [UpdateCommand; 7] {
+    [
+        UpdateCommand::Status,
+        UpdateCommand::Begin(OFFER),
+        UpdateCommand::Piece { offset: 700, bytes: vec![9; 600] },
+        UpdateCommand::Finish,
+        UpdateCommand::Restart(OFFER.sha256),
+        UpdateCommand::RollBack,
+        UpdateCommand::Confirm,
+    ]
+}
+
+fn slots_status() -> SlotsStatus {
+    let image = |version: &str, trust| {
+        let version = version.try_into().expect("short");
+        Some(SlotImage { version, epoch: 1, sha256: OFFER.sha256, trust })
+    };
+    let images = [image("1.0", SlotTrust::Confirmed), image("2.0", SlotTrust::Trial { tries_left: 2 })];
+    SlotsStatus { running: Some(SlotId::A), images }
+}
+
+fn transfers() -> [Transfer; 6] {
+    let sha256 = OFFER.sha256;
+    [
+        Transfer::None,
+        Transfer::Receiving { sha256, received_bytes: 1212, written_bytes: 700 },
+        Transfer::Checking { sha256 },
+        Transfer::Ready { sha256, slot: SlotId::B },
+        Transfer::Failed { sha256, why: "no".try_into().expect("short") },
+        Transfer::Restarting,
+    ]
 }
 
 fn admission() -> Vec<Seed> {
