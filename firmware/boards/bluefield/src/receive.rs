@@ -7,8 +7,9 @@
 //! meanwhile, so it is asked now and then (Linux, drivers/platform/mellanox/mlxbf-bootctl.c: `bootfifo`). The host
 //! waits until the card takes the first words (BOOT_TIMEOUT, 300 s).
 //!
-//! Invariants: nobody else writes a slot meanwhile ([`SlotDisk::lock`]); before the other slot changes, the firmware is told to start the running one, in case that an image sent
-//! earlier was to be started; whatever fails, the running version goes on, and starts again after a reset.
+//! Invariants: nobody else writes a slot meanwhile ([`SlotDisk::lock`]); before the other slot changes, the firmware is
+//! told to start the running one, in case that an image sent earlier was to be started; whatever fails, the running
+//! version goes on, and starts again after a reset.
 
 use crate::boot_order::CardBootOrder;
 use crate::config::CommandLine;
