@@ -9,7 +9,7 @@
 //! | lossy | the same, on links that lose packets, where a refusal may read as a dead peer |
 //! | engine | a DMA engine over such connections: pulls, combines and writes back the memory of two ranks; lost ranks |
 //! | messages | messages through a shared receive queue: announcements of results, fences, counts of posts |
-//! | memcpy | the DMA engine of a BlueField-2 or later, or that of LINK `emulated`: copies, refusals, its rate beside the processor's; then copies from and to memory by alias keys, that of this process or, with `memcpy LINK GRANT`, what `export` grants; with `-` instead of GRANT it is read from the input |
+//! | memcpy | the DMA engine of a BlueField-2 or later, or that of LINK `emulated`: copies, refusals, its rate beside the processor's; then copies from and to memory by alias keys, that of this process or, with `memcpy LINK -`, what `export` grants, which is read from the input |
 //! | export | memory of this host for the engine of its card: prints `grant GRANT`, and checks what the card writes |
 //! | two | the other end is on another machine: `two LINK` waits for it, `two LINK HOST` connects to it. Packets, reads, writes with immediate data, a shared receive queue, a fence during writes, a killed process, rates and latencies |
 //! | outage | packets flow again after a link was down: prints `down`, waits for a line, prints `up`, waits again |
@@ -134,9 +134,11 @@ fn main() {
         "engine" => engine::check(&bed.links),
         "memcpy" => {
             // Arguments of a process are no secret; a line of input is.
-            let read = || std::io::read_to_string(std::io::stdin().lock()).expect("text");
-            let grant = words.get(1).map(|grant| if grant == "-" { read() } else { grant.clone() });
-            let grant = grant.map(|grant| grant.trim().parse().expect("a grant"));
+            let grant = words.get(1).map(|word| {
+                assert_eq!(word, "-", "a grant comes from the input");
+                let text = std::io::read_to_string(std::io::stdin().lock()).expect("text");
+                text.trim().parse().expect("a grant")
+            });
             if let Err(why) = memcpy::check(&bed.links[0], grant.as_ref()) {
                 eprintln!("no DMA engine: {why}");
                 std::process::exit(1);
