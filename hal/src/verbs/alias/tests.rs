@@ -1,30 +1,17 @@
 use super::firmware::{Firmware, FunctionHandle, Key};
 use super::*;
 use crate::dma::{Address, Chain, Completion, Engine, RegionKey, Scope, Status, Step, Tag};
+use crate::verbs::copying::tests::Words;
 use crate::verbs::copying::{BatchOutcome, Copier, Copy, CopyEngine, MapMemoryError, NotPosted};
 use crate::verbs::fake::machine;
 use std::collections::VecDeque;
 use std::net::Ipv4Addr;
-use std::ptr::{NonNull, with_exposed_provenance, with_exposed_provenance_mut};
+use std::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 const HOST: u16 = 1;
 const CARD: u16 = 7;
 const LEN: usize = 256;
-
-/// Memory of atomic words.
-struct Words(Box<[AtomicU64]>);
-
-// SAFETY: the words stay where they are, and may change under a shared borrow.
-unsafe impl DmaMemory for Words {
-    fn base(&self) -> NonNull<u8> {
-        NonNull::from(&self.0[..]).cast()
-    }
-
-    fn len_bytes(&self) -> usize {
-        size_of_val(&*self.0)
-    }
-}
 
 impl Words {
     fn of(value: u64) -> Arc<Self> {

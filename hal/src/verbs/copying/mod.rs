@@ -14,7 +14,7 @@
 
 mod regions;
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;
 
 pub use regions::MapMemoryError;
 

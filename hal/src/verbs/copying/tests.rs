@@ -12,7 +12,7 @@ const LEN: usize = 256;
 const GONE: u16 = 7;
 
 /// Memory of atomic words.
-struct Words(Box<[AtomicU64]>);
+pub(in crate::verbs) struct Words(pub(in crate::verbs) Box<[AtomicU64]>);
 
 // SAFETY: the words stay where they are, and may change under a shared borrow.
 unsafe impl DmaMemory for Words {
