@@ -2,6 +2,7 @@
 
 use super::probe::{Probe, ProbeError};
 use std::collections::BTreeMap;
+use sumac::controller::proto::JobStatus;
 use sumac::controller::{ControllerAddr, status};
 use sumac::transport::packets::EndpointStats;
 use sumac_hal::ctrl::{Counters, DropReason};
@@ -13,7 +14,7 @@ pub(super) struct Snapshot {
     pub(super) rank: EndpointStats,
     /// The counters of each device that replies.
     pub(super) devices: BTreeMap<String, Counters>,
-    /// Whether the devices' counters include packets of other jobs.
+    /// Whether another job has a tree or is getting one, so that the devices' counters may include its packets.
     pub(super) shared: bool,
 }
 
@@ -41,7 +42,7 @@ impl Snapshot {
         let counters = report.devices.into_iter().filter_map(|device| Some((device.name, device.stats.ok()?.counters)));
         Ok(Self {
             devices: counters.collect(),
-            shared: report.jobs.iter().any(|other| other.name != job),
+            shared: report.jobs_left_out > 0 || report.jobs.iter().any(|other| other.name != job && may_send(other)),
             rank: probe.stats(),
         })
     }
@@ -73,5 +74,30 @@ impl Snapshot {
             answers_resent: now.answers_resent.saturating_sub(then.answers_resent),
             contributions_resent: now.contributions_resent.saturating_sub(then.contributions_resent),
         }
+    }
+}
+
+/// Return whether a job may send packets to devices: it has a tree, or is offered one. Ranks that wait for their job's
+/// last member, as those of a launcher do while one of them tests, send none.
+fn may_send(job: &JobStatus) -> bool {
+    job.is_offered || job.trees() > 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::status::job;
+    use sumac::controller::proto::JobTree;
+    use sumac_hal::ids::GroupId;
+
+    #[test]
+    fn jobs_send_to_devices_with_a_tree_or_the_offer_of_one() {
+        let waiting = JobStatus { running: false, tree: None, is_offered: false, ..job() };
+        assert!(!may_send(&waiting));
+        assert!(may_send(&JobStatus { is_offered: true, ..waiting.clone() }));
+        let (levels, devices, zero_copy_ranks) = (1, vec!["a".to_owned()], 0);
+        let tree = JobTree { group: GroupId(1), levels, devices, zero_copy_ranks, transport: "udp".into() };
+        assert!(may_send(&JobStatus { tree: Some(Ok(tree)), ..waiting.clone() }));
+        assert!(!may_send(&JobStatus { running: true, tree: Some(Err("no device is free".into())), ..waiting }));
     }
 }

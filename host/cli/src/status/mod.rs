@@ -13,6 +13,8 @@ use rates::Sample;
 use std::io::{self, Write};
 use std::time::Duration;
 use sumac::controller::{ControllerAddr, status};
+#[cfg(test)]
+pub(crate) use text::tests::job;
 
 /// `sumac status`.
 #[derive(Debug, Args)]

@@ -271,7 +271,7 @@ pub(super) mod tests {
         assert!(text.contains("ranks 4/4  view 2  group 7"), "{text}");
     }
 
-    pub(in crate::status) fn job() -> JobStatus {
+    pub(crate) fn job() -> JobStatus {
         JobStatus {
             name: "j".into(),
             tenant: "t".into(),
