@@ -207,7 +207,7 @@ def parser():
     lists("--levels", integer(1, 2), "levels of Sumac's tree [1,2]", default=competitors.LEVELS)
     made.add_argument("--rounds", type=integer(1, 100), help="number of rounds [3]")
     made.add_argument("--limit", type=integer(1, 3600), help="time limit of one run of a series, in seconds [60]")
-    made.add_argument("--in-place", action="store_true", help="run MPI in place instead of out of place")
+    made.add_argument("--in-place", action="store_true", help="run Sumac and MPI in place instead of out of place")
     made.add_argument("--quick", action="store_true", help="a smoke test: 2 ranks, 3 sizes, one round")
     made.add_argument("--gloo-only", action="store_true", help="same as --only gloo")
     made.add_argument("--no-plot", action="store_true", help="do not draw the plot")
@@ -270,8 +270,8 @@ def main():
         load = os.getloadavg()[0]
         if load > IDLE_LOAD_MAX:
             comparison.note(f"the machine was not idle at the start: load average {load:.1f}; times are unreliable")
-        if options.in_place:
-            comparison.note("MPI reduces in place")
+        where = "in place" if options.in_place else "out of place"
+        comparison.note(f"Sumac and MPI reduce {where}, the others in place")
         comparison.identify()
         comparison.run()
     except process.Failed as failure:

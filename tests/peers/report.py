@@ -18,6 +18,7 @@ class Names:
         self.own = [series.name for series in chosen if series.is_sumac and series.name in measured]
         self.mpi = [series.name for series in chosen if series.is_mpi and series.name in measured]
         self.several = {series.name for series in chosen if len(series.variants) > 1}
+        self.same = {series.name: series.same for series in chosen if series.same and series.name in self.own}
 
 
 def line(title, cells):
@@ -64,6 +65,16 @@ def ratio_lines(results, ranks, names, others):
             yield line("  " + results.titles[name], [number(value) for value in ratios])
 
 
+def same_lines(results, ranks, names):
+    """Yield, for each of Sumac's schedules, the time of MPI's fastest with the same algorithm divided by its own."""
+    for name, variant in names.same.items():
+        best = [results.best(ranks, names.mpi, size, variant) for size in results.sizes()]
+        pairs = zip(results.sizes(), best)
+        ratios = [found and store.ratio(results, ranks, size, found[1], name) for size, found in pairs]
+        if any(ratios):
+            yield line(f"  {results.titles[name].split(',')[0]}", [number(value) for value in ratios])
+
+
 def cpu_lines(results, ranks, names):
     best = [results.best(ranks, names.mpi, size) for size in results.sizes()]
     if any(best):
@@ -87,6 +98,10 @@ def print_ranks(results, ranks, names, rounds):
         if lines:
             print(f"time of {title} / time of Sumac; above 1 Sumac is faster")
             print("\n".join(lines))
+    lines = list(same_lines(results, ranks, names))
+    if lines:
+        print("time of MPI's same algorithm / time of Sumac; above 1 Sumac is faster")
+        print("\n".join(lines))
     lines = list(cpu_lines(results, ranks, names))
     if lines:
         print("CPU time per operation, maximum over ranks; Sumac's devices not included")

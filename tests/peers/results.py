@@ -35,9 +35,11 @@ class Results:
     def all(self):
         return [sample for variants in self.samples.values() for found in variants.values() for sample in found]
 
-    def cell(self, ranks, series, size):
-        """Return the fastest variant's medians, or None if nothing was measured."""
+    def cell(self, ranks, series, size, variant=None):
+        """Return the medians of a variant, or of the fastest one; None if nothing was measured."""
         variants = self.samples.get((ranks, series, size), {})
+        if variant is not None:
+            variants = {name: found for name, found in variants.items() if name == variant}
         times = {variant: statistics.median(s["time_us"] for s in found) for variant, found in variants.items()}
         if not times:
             return None
@@ -45,9 +47,9 @@ class Results:
         used = [sample["cpu_us"] for sample in variants[best] if sample["cpu_us"] is not None]
         return Cell(times[best], statistics.median(used) if used else None, best, len(variants[best]))
 
-    def best(self, ranks, names, size):
+    def best(self, ranks, names, size, variant=None):
         """Return (series, cell) of the fastest of `names`, or None if none of them was measured."""
-        found = [(name, self.cell(ranks, name, size)) for name in names]
+        found = [(name, self.cell(ranks, name, size, variant)) for name in names]
         return min((pair for pair in found if pair[1]), key=lambda pair: pair[1].time_us, default=None)
 
     def ranks(self):

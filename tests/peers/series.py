@@ -19,7 +19,12 @@ SUMAC = [
     ("sumac-udp", "Sumac udp", "tree", ["--transport", "udp"]),
     ("sumac-auto-registered", "Sumac auto registered", "auto", ["--transport", "shm", "--memory", "registered"]),
     ("sumac-auto-plain", "Sumac auto plain", "auto", ["--transport", "shm", "--memory", "plain"]),
+    ("sumac-ring", "Sumac ring plain", "ring", ["--transport", "shm", "--memory", "plain"]),
+    ("sumac-hd", "Sumac hd plain", "hd", ["--transport", "shm", "--memory", "plain"]),
+    ("sumac-rd", "Sumac rd plain", "rd", ["--transport", "shm", "--memory", "plain"]),
 ]
+# Open MPI's names of algorithms that Sumac has too.
+SAME_ALGORITHM = {"ring": "ring", "hd": "Rabenseifner", "rd": "recursive doubling"}
 LEVELS = [1, 2]
 # Operations run back to back, like the others'. All elements are checked in one operation before and one after.
 SUMAC_ITERATIONS_MIN, SUMAC_ITERATIONS_MAX = 12, 300
@@ -45,6 +50,8 @@ class Series:
     version: Callable | None
     # Levels of Sumac's tree.
     levels: int | None = None
+    # The variant of MPI libraries that is the same algorithm.
+    same: str | None = None
 
     @property
     def is_sumac(self):
@@ -111,8 +118,9 @@ def sumac(levels, algo, extra):
             command = [options.sumac, "perf", "-b", str(size), "-e", str(size), "-n", str(iterations)]
             command += ["--ranks", str(ranks), "--algo", algo, "--levels", str(levels), "--json"]
             check = ["--check", "ends"] if "--check" in options.sumac_has else []
-            # In place, as the figures in host/docs/tuning.md; a command without the option has nothing else.
-            check += ["--buffers", "in-place"] if "--buffers" in options.sumac_has else []
+            # A command without the option runs in place only.
+            placement = "in-place" if options.in_place else "out-of-place"
+            check += ["--buffers", placement] if "--buffers" in options.sumac_has else []
             yield command + transport + check
 
     return commands
@@ -120,11 +128,13 @@ def sumac(levels, algo, extra):
 
 def sumac_series():
     for name, title, algo, extra in SUMAC:
-        for levels in LEVELS:
+        # Schedules do not use the tree.
+        for levels in LEVELS[:1] if algo in SAME_ALGORITHM else LEVELS:
             yield Series(
                 name=f"{name}-{levels}",
                 title=f"{title}, {levels} level{'s'[: levels - 1]}",
                 groups=tuple(dict.fromkeys(("sumac", "-".join(name.split("-")[:2]), name))),
+                same=SAME_ALGORITHM.get(algo),
                 needs="sumac",
                 variants=("",),
                 commands=sumac(levels, algo, extra),

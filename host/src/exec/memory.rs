@@ -179,7 +179,11 @@ impl<'a> Memory<'a> {
         }
         if let Some(own) = fused.own.clone() {
             self.load(kernel, own, (store, range.clone()));
-            kernel.combine(self.target(store, range.clone()), piece, is_partial);
+            let target = self.target(store, range.clone());
+            if is_finished && kernel.combine_last(target, piece, is_partial) {
+                return;
+            }
+            kernel.combine(target, piece, is_partial);
         } else {
             kernel.load(self.target(store, range.clone()), piece, is_partial);
         }
