@@ -132,9 +132,11 @@ struct Queue {
     calls: NonNull<PairCalls>,
     completions: Arc<Completions>,
     domain: Arc<Domain>,
+    mlx5: Mlx5,
 }
 
-// SAFETY: as of `Context`; the pointers refer to the queue pair, which this value owns.
+// SAFETY: as of `Context`; the pointers refer to the queue pair, which this value owns, and to the library, which stays
+// loaded.
 unsafe impl Send for Queue {}
 
 impl Queue {
@@ -181,14 +183,14 @@ impl Queue {
         let from = Source { gid: *gid, traffic_class: TrafficClass::default(), service_level: 0, partition_index: 0 };
         prepare(&mut pair, &from)?;
         connect(&mut pair, &from, (&end, &end))?;
-        Ok(Self { pair: Some(pair), extended, calls, completions, domain })
+        Ok(Self { pair: Some(pair), extended, calls, completions, domain, mlx5 })
     }
 }
 
 impl Queue {
     /// Attach another function's memory; returns also its local key.
     fn attach(&self, grant: &MemoryGrant) -> Result<(Held, u32), AliasError> {
-        let devx = Mlx5::load()?.devx(&self.domain.context)?;
+        let devx = self.mlx5.devx(&self.domain.context)?;
         let alias = Alias::attach(devx, &self.domain, grant)?;
         let lkey = alias.lkey();
         Ok((Held::Attached { _alias: alias }, lkey))

@@ -73,6 +73,9 @@ pub(super) const ALIAS_CREATED_LEN: usize = 16 + 64;
 /// The length of an answer that has nothing but its status.
 pub(super) const DONE_LEN: usize = 16;
 
+/// The highest number of a protection domain, and of a memory key: 24 bits, next to the key's low byte.
+pub(super) const NUMBER_MAX: u32 = 0xff_ffff;
+
 /// A group of capabilities.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Group {
@@ -190,12 +193,12 @@ pub(super) fn create_alias(function: u16, mkey: u32, access: &AccessKey, domain:
     mailbox
 }
 
-/// Read the local key of a new alias, or the state in which it is not usable.
+/// Read the number of a new alias, or the state in which it is not usable.
 pub(super) fn created_alias(answer: &[u8]) -> Result<u32, u8> {
     // 3 bits.
     match field(0x1d, 3).inside(0x80).of(answer) as u8 {
-        // The low byte of an alias is 0, whatever that of the key is.
-        0 => Ok((field(0x40, 32).of(answer) as u32) << 8),
+        // 32 bits.
+        0 => Ok(field(0x40, 32).of(answer) as u32),
         state => Err(state),
     }
 }
@@ -326,7 +329,7 @@ mod tests {
     #[test]
     fn answers_yield_keys_states_and_syndromes() {
         // general_obj_out_cmd_hdr: status, 0x20: syndrome, 0x40: obj_id; then alias_context with its status at 0x1d.
-        assert_eq!(created_alias(&bytes::<ALIAS_CREATED_LEN>(&[(8, b"\x00\x00\x12\x34")])), Ok(0x0012_3400));
+        assert_eq!(created_alias(&bytes::<ALIAS_CREATED_LEN>(&[(8, b"\x00\x00\x12\x34")])), Ok(0x1234));
         assert_eq!(created_alias(&bytes::<ALIAS_CREATED_LEN>(&[(19, b"\x05")])), Err(5));
         assert_eq!(status(&[0; 16]), Ok(()));
         assert_eq!(status(&bytes::<16>(&[(0, b"\x03"), (4, b"\x00\x0a\x0b\x0c")])), Err((3, 0x000a_0b0c)));

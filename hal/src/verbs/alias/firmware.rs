@@ -38,13 +38,15 @@ pub(in crate::verbs) struct Function {
     pub(in crate::verbs) pinned: BTreeMap<u32, (usize, usize)>,
     /// Protection domains by their handles.
     domains: BTreeMap<usize, u32>,
-    next: u32,
+    pub(in crate::verbs) next: u32,
     pub(in crate::verbs) fails_to_destroy: bool,
     pub(in crate::verbs) pins_at_most: usize,
     /// The kernel takes no commands.
     pub(in crate::verbs) has_no_devx: bool,
     /// The state in which new aliases are.
     pub(in crate::verbs) alias_state: u8,
+    /// The status in the answer about a new object, although the kernel reports success.
+    pub(in crate::verbs) created_status: u8,
 }
 
 /// The device, shared by its functions.
@@ -73,6 +75,7 @@ impl Firmware {
             pins_at_most: usize::MAX,
             has_no_devx: false,
             alias_state: 0,
+            created_status: 0,
         };
         self.0.borrow_mut().insert(number, function);
         FunctionHandle { firmware: self.clone(), number }
@@ -274,10 +277,12 @@ impl Commands for FunctionHandle {
     }
 
     fn create(&self, request: &[u8], answer: &mut [u8]) -> io::Result<u32> {
-        Ok(self.answered(request, answer)?.expect("an object"))
+        let object = self.answered(request, answer)?.expect("an object");
+        answer[0] = self.with(|function| function.created_status);
+        Ok(object)
     }
 
-    fn destroy(&self, object: &mut u32) -> io::Result<()> {
+    unsafe fn destroy(&self, object: &mut u32) -> io::Result<()> {
         self.with(|function| {
             if function.fails_to_destroy {
                 return Err(io::Error::from_raw_os_error(libc::EBUSY));
@@ -300,7 +305,7 @@ impl Commands for FunctionHandle {
         })
     }
 
-    fn unpin(&self, pinned: &mut u32) -> io::Result<()> {
+    unsafe fn unpin(&self, pinned: &mut u32) -> io::Result<()> {
         self.with(|function| {
             let is_used = |(_, key): &(u32, Key)| matches!(key, Key::Memory { umem, .. } if umem == pinned);
             assert!(!function.keys.values().any(is_used), "a key opens memory that is unpinned");

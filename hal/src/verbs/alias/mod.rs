@@ -28,8 +28,8 @@ use super::mlx5::{Devx, MemcpyError, Mlx5};
 use super::objects::{Context, Domain};
 use crate::dma::DmaMemory;
 use commands::{
-    ALIAS_CREATED_LEN, CAPABILITIES_LEN, CREATED_LEN, DONE_LEN, Group, MkeyRequest, allow_access, create_alias,
-    create_mkey, created_alias, created_mkey, function_number, query_capabilities, sharing,
+    ALIAS_CREATED_LEN, CAPABILITIES_LEN, CREATED_LEN, DONE_LEN, Group, MkeyRequest, NUMBER_MAX, allow_access,
+    create_alias, create_mkey, created_alias, created_mkey, function_number, query_capabilities, sharing,
 };
 use std::fmt;
 use std::io;
@@ -90,6 +90,16 @@ pub enum AliasError {
         device: String,
         /// The state.
         state: u8,
+    },
+    /// The device answered with a number that nothing of this kind has.
+    #[error("{device} numbers {what} {number:#x}; such numbers have 24 bits")]
+    BadNumber {
+        /// What it is the number of.
+        what: &'static str,
+        /// The device.
+        device: String,
+        /// The number.
+        number: u32,
     },
     /// The memory could not be pinned.
     #[error(
@@ -232,7 +242,10 @@ pub(super) trait Commands {
     fn create(&self, request: &[u8], answer: &mut [u8]) -> io::Result<Self::Object>;
 
     /// Destroy an object; on failure it exists on.
-    fn destroy(&self, object: &mut Self::Object) -> io::Result<()>;
+    ///
+    /// # Safety
+    /// The object was created through this interface, and was not destroyed.
+    unsafe fn destroy(&self, object: &mut Self::Object) -> io::Result<()>;
 
     /// Pin memory in pages of a length of which `page_log` is the logarithm; returns also its number.
     ///
@@ -241,7 +254,10 @@ pub(super) trait Commands {
     unsafe fn pin(&self, memory: &dyn DmaMemory, page_log: u8) -> io::Result<(Self::Pinned, u32)>;
 
     /// Unpin memory; on failure it stays pinned.
-    fn unpin(&self, pinned: &mut Self::Pinned) -> io::Result<()>;
+    ///
+    /// # Safety
+    /// The memory was pinned through this interface, and was not unpinned.
+    unsafe fn unpin(&self, pinned: &mut Self::Pinned) -> io::Result<()>;
 
     /// Return the number of a protection domain.
     fn domain_number(&self, domain: &Domain) -> io::Result<u32>;
@@ -259,9 +275,23 @@ fn failed(device: &str, what: &'static str, source: io::Error, answer: &[u8]) ->
 fn execute(commands: &impl Commands, what: &'static str, request: &[u8], answer: &mut [u8]) -> Result<(), AliasError> {
     let done = commands.execute(request, answer);
     done.map_err(|source| failed(commands.name(), what, source, answer))?;
+    check(commands, what, answer)
+}
+
+/// Check the status of an answer of which the kernel has said nothing.
+fn check(commands: &impl Commands, what: &'static str, answer: &[u8]) -> Result<(), AliasError> {
     commands::status(answer).map_err(|_| failed(commands.name(), what, io::ErrorKind::Other.into(), answer))
 }
 
+/// Check a number that the device or the kernel gave.
+fn numbered(commands: &impl Commands, what: &'static str, number: u32) -> Result<u32, AliasError> {
+    if number <= NUMBER_MAX {
+        return Ok(number);
+    }
+    Err(AliasError::BadNumber { what, device: commands.name().to_owned(), number })
+}
+
+/// Create an object. Hand it to what destroys it, and [`check`] the answer then.
 fn create<C: Commands>(
     commands: &C,
     what: &'static str,
@@ -349,7 +379,9 @@ impl<C: Commands> Export<C> {
         let low_byte = AccessKey::random()?.0[0];
         let request = MkeyRequest { umem, domain: number, low_byte, addr, len_bytes: len_bytes as u64, page_log };
         let mut answer = [0; CREATED_LEN];
-        export.key = Some(create(&export.commands, "create a memory key", &create_mkey(&request), &mut answer)?);
+        let what = "create a memory key";
+        export.key = Some(create(&export.commands, what, &create_mkey(&request), &mut answer)?);
+        check(&export.commands, what, &answer)?;
         export.grant.mkey = created_mkey(&answer, low_byte);
         let request = allow_access(export.grant.mkey, &access);
         execute(&export.commands, "allow other functions to use a memory key", &request, &mut [0; DONE_LEN])?;
@@ -359,8 +391,10 @@ impl<C: Commands> Export<C> {
 
 impl<C: Commands> Drop for Export<C> {
     fn drop(&mut self) {
-        let is_destroyed = self.key.as_mut().is_none_or(|key| self.commands.destroy(key).is_ok());
-        if !is_destroyed || self.commands.unpin(&mut self.pinned).is_err() {
+        // SAFETY: created by these commands, and destroyed here only.
+        let is_destroyed = self.key.as_mut().is_none_or(|key| unsafe { self.commands.destroy(key) }.is_ok());
+        // SAFETY: pinned by these commands, and unpinned here only.
+        if !is_destroyed || unsafe { self.commands.unpin(&mut self.pinned) }.is_err() {
             // A card could still write it.
             std::mem::forget(Arc::clone(&self.memory));
         }
@@ -382,10 +416,15 @@ impl<C: Commands> Alias<C> {
         let number = domain_number(&commands, domain)?;
         let mut answer = [0; ALIAS_CREATED_LEN];
         let request = create_alias(grant.function, grant.mkey, &grant.access, number);
-        let object = create(&commands, "attach the memory of another function", &request, &mut answer)?;
+        let what = "attach the memory of another function";
+        let object = create(&commands, what, &request, &mut answer)?;
+        // From here on, dropping it destroys the alias.
         let mut alias = Self { commands, object, lkey: 0, _domain: Arc::clone(domain) };
-        alias.lkey = created_alias(&answer)
+        check(&alias.commands, what, &answer)?;
+        let number = created_alias(&answer)
             .map_err(|state| AliasError::BadState { device: alias.commands.name().to_owned(), state })?;
+        // The low byte of an alias is 0, whatever that of the key is.
+        alias.lkey = numbered(&alias.commands, "an alias", number)? << 8;
         Ok(alias)
     }
 
@@ -398,12 +437,13 @@ impl<C: Commands> Alias<C> {
 impl<C: Commands> Drop for Alias<C> {
     fn drop(&mut self) {
         // Should that fail, the memory is still not this process's: nothing here depends on it.
-        let _ = self.commands.destroy(&mut self.object);
+        // SAFETY: created by these commands, and destroyed here only.
+        let _ = unsafe { self.commands.destroy(&mut self.object) };
     }
 }
 
 fn domain_number(commands: &impl Commands, domain: &Domain) -> Result<u32, AliasError> {
     let refused =
         |source| AliasError::Refused { what: "number a protection domain", device: commands.name().to_owned(), source };
-    commands.domain_number(domain).map_err(refused)
+    numbered(commands, "a protection domain", commands.domain_number(domain).map_err(refused)?)
 }

@@ -248,6 +248,48 @@ fn missing_capability_is_named_and_nothing_is_left() {
     assert!(error.to_string().contains("CAP_NET_RAW"), "{error}");
 }
 
+/// The kernel says that it went well, and the firmware's answer that it did not.
+#[test]
+fn object_with_a_bad_status_is_destroyed_and_opens_nothing() {
+    let (host, card) = functions();
+    let words = Words::of(0);
+    host.with(|host| host.created_status = 5);
+    let error = export(&host, &words).err().expect("a bad status");
+    assert!(matches!(error, AliasError::Rejected { status: 5, .. }), "{error}");
+    assert!(is_empty(&host));
+    assert_eq!(Arc::strong_count(&words), 1);
+    host.with(|host| host.created_status = 0);
+    let exported = export(&host, &words).expect("exported");
+    card.with(|card| card.created_status = 9);
+    let error = attach(&card, &exported.grant).err().expect("a bad status");
+    assert!(matches!(error, AliasError::Rejected { status: 9, .. }), "{error}");
+    assert!(is_empty(&card));
+    // The key cannot be destroyed either: its memory stays.
+    host.with(|host| (host.created_status, host.fails_to_destroy) = (5, true));
+    let other = Words::of(0);
+    export(&host, &other).err().expect("a bad status");
+    assert_eq!(Arc::strong_count(&other), 2, "leaked");
+}
+
+/// A key has 24 bits for the number, and one that is cut off is that of other memory.
+#[test]
+fn number_of_more_than_24_bits_is_refused_and_nothing_is_left() {
+    let (host, card) = functions();
+    let words = Words::of(0);
+    // The next number is that of a protection domain.
+    host.with(|host| host.next = 0xff_ffff);
+    let error = export(&host, &words).err().expect("a domain's number");
+    assert!(error.to_string().contains("a protection domain 0x1000000"), "{error}");
+    assert!(is_empty(&host));
+    host.with(|host| host.next = 0x1000);
+    let exported = export(&host, &words).expect("exported");
+    // The domain's number is the last one.
+    card.with(|card| card.next = 0xff_fffe);
+    let error = attach(&card, &exported.grant).err().expect("an alias's number");
+    assert!(matches!(error, AliasError::BadNumber { number: 0x100_0000, .. }), "{error}");
+    assert!(is_empty(&card));
+}
+
 #[test]
 fn memory_that_cannot_be_pinned_leaves_nothing() {
     let (host, _) = functions();

@@ -146,8 +146,8 @@ impl Commands for Devx {
         NonNull::new(raw).map(DevxObject).ok_or_else(io::Error::last_os_error)
     }
 
-    fn destroy(&self, object: &mut DevxObject) -> io::Result<()> {
-        // SAFETY: created by this library; its owner destroys it once, in `drop`, and the device is still open.
+    unsafe fn destroy(&self, object: &mut DevxObject) -> io::Result<()> {
+        // SAFETY: the caller ensures that it exists; the device is open as long as `self`.
         checked(unsafe { (self.calls.destroy)(object.0.as_ptr()) })
     }
 
@@ -169,7 +169,7 @@ impl Commands for Devx {
         Ok((DevxPinned(raw), unsafe { raw.as_ref() }.umem_id))
     }
 
-    fn unpin(&self, pinned: &mut DevxPinned) -> io::Result<()> {
+    unsafe fn unpin(&self, pinned: &mut DevxPinned) -> io::Result<()> {
         // SAFETY: as in `destroy`.
         checked(unsafe { (self.calls.unpin)(pinned.0.as_ptr()) })
     }
