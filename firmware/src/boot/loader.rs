@@ -108,30 +108,37 @@ impl<E: BootEntries> BootLoader for SlotLoader<E> {
 mod tests {
     use super::*;
     use crate::boot::{EfiBootOrder, Variables};
+    use std::cell::RefCell;
     use std::collections::BTreeMap;
+    use std::rc::Rc;
 
-    #[derive(Debug, Default)]
-    struct Memory(BTreeMap<String, Vec<u8>>);
+    /// Variables; copies are the same ones.
+    #[derive(Debug, Default, Clone)]
+    struct Memory(Rc<RefCell<BTreeMap<String, Vec<u8>>>>);
 
     impl Variables for Memory {
         fn read(&self, name: &str) -> io::Result<Option<Vec<u8>>> {
-            Ok(self.0.get(name).cloned())
+            Ok(self.0.borrow().get(name).cloned())
         }
 
         fn write(&mut self, name: &str, value: &[u8]) -> io::Result<()> {
-            self.0.insert(name.into(), value.into());
+            self.0.borrow_mut().insert(name.into(), value.into());
             Ok(())
         }
 
         fn remove(&mut self, name: &str) -> io::Result<()> {
-            self.0.remove(name);
+            self.0.borrow_mut().remove(name);
             Ok(())
         }
     }
 
     fn loader(running: Option<Slot>) -> SlotLoader<EfiBootOrder<Memory>> {
+        loader_with(running, Memory::default())
+    }
+
+    fn loader_with(running: Option<Slot>, variables: Memory) -> SlotLoader<EfiBootOrder<Memory>> {
         let partition = |number| Partition { number, start: 2048, blocks: 64, guid: [number as u8; 16] };
-        let mut order = EfiBootOrder::new(Memory::default());
+        let mut order = EfiBootOrder::new(variables);
         for (slot, number) in [(Slot::A, 1), (Slot::B, 2)] {
             order.set_entry(slot, partition(number), "console=hvc0").expect("set");
         }
@@ -149,6 +156,23 @@ mod tests {
         from_memory.prefer(Slot::A).expect("set");
         from_memory.prepare(Slot::A).expect("set");
         assert_eq!(from_memory.entries.preferred().expect("read"), None);
+    }
+
+    #[test]
+    fn entry_of_the_written_slot_gets_its_own_partition() {
+        for (running, written, guid) in [(Slot::B, Slot::A, 1), (Slot::A, Slot::B, 5)] {
+            let variables = Memory::default();
+            let mut loader = loader_with(Some(running), variables.clone());
+            let before = variables.0.borrow().clone();
+            // The tables of the disk are others than when it was installed.
+            loader.partitions[running as usize] = Partition { number: 9, start: 1, blocks: 1, guid: [9; 16] };
+            loader.prepare(written).expect("set");
+            let after = variables.0.borrow().clone();
+            let has = |bytes: &[u8]| bytes.windows(16).any(|window| window == [guid; 16]);
+            let entries = after.iter().filter(|(name, bytes)| name.len() == 8 && has(bytes));
+            assert_eq!(entries.count(), 1, "slot {written}: {before:?}, {after:?}");
+            assert!(!after.values().any(|bytes| bytes.windows(16).any(|window| window == [9; 16])));
+        }
     }
 
     #[test]

@@ -184,6 +184,13 @@ mod tests {
         assert!(emmc.read(BootPartition::Boot1).expect("readable").starts_with(b"newblk0boot1"));
         let force_ro = folder.path().join("sys/block/mmcblk0boot1/force_ro");
         assert_eq!(fs::read_to_string(force_ro).expect("readable"), "1");
+        // A write that fails leaves no partition writable.
+        let path = folder.path().join("dev/mmcblk0boot0");
+        fs::remove_file(&path).expect("removed");
+        emmc.write(BootPartition::Boot0, b"new").expect_err("it is not there");
+        let force_ro = folder.path().join("sys/block/mmcblk0boot0/force_ro");
+        assert_eq!(fs::read_to_string(force_ro).expect("readable"), "1");
+        fs::write(&path, "mmcblk0boot0".repeat(100)).expect("written");
         emmc.set(ResetSetting::Action, "swap_emmc").expect("set");
         assert_eq!(emmc.setting(ResetSetting::Action).expect("readable"), "swap_emmc\n");
         assert_eq!(emmc.len_bytes(BootPartition::Boot0).expect("readable"), 1200);

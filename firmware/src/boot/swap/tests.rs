@@ -34,13 +34,19 @@ struct Emmc {
     hardware: Rc<RefCell<Hardware>>,
     writes_left: Rc<Cell<usize>>,
     forgets: bool,
+    /// A bit of what is written is lost.
+    corrupts: bool,
 }
 
 impl Emmc {
     fn new() -> Self {
+        Self::with_images(&[(ImageId::BL2, vec![2; 5000]), (ImageId(5), vec![33; 3000]), (ImageId(52), vec![9; 100])])
+    }
+
+    fn with_images(images: &[(ImageId, Vec<u8>)]) -> Self {
         let mut builder = Builder::new();
-        for (id, bytes) in [(ImageId::BL2, vec![2; 5000]), (ImageId(5), vec![33; 3000]), (ImageId(52), vec![9; 100])] {
-            builder.insert(ImageName::new(id, 0), Source::Bytes(bytes)).expect("known");
+        for (id, bytes) in images {
+            builder.insert(ImageName::new(*id, 0), Source::Bytes(bytes.clone())).expect("known");
         }
         builder.insert(ImageName::new(ImageId::BOOT_PATH, 2), Source::Bytes(b"vendor".to_vec())).expect("known");
         let mut stream = Cursor::new(Vec::new());
@@ -54,7 +60,7 @@ impl Emmc {
         let registers = Registers { action: PRIMARY.into(), second: NONE.into(), watchdog: 0 };
         let hardware = Hardware { primary: BootPartition::Boot0, partitions, registers };
         let (hardware, writes_left) = (Rc::new(RefCell::new(hardware)), Rc::new(Cell::new(usize::MAX)));
-        Self { hardware, writes_left, forgets: false }
+        Self { hardware, writes_left, forgets: false, corrupts: false }
     }
 
     fn draw(&self) -> io::Result<()> {
@@ -114,6 +120,9 @@ impl BootPartitions for Emmc {
                 return Err(error);
             }
             self.hardware.borrow_mut().partitions[target][at..][..block.len()].copy_from_slice(block);
+        }
+        if self.corrupts {
+            self.hardware.borrow_mut().partitions[target][bytes.len() - 1] ^= 1;
         }
         Ok(())
     }
@@ -368,4 +377,53 @@ fn card_that_cannot_swap_is_an_error_before_anything_is_written() {
     assert!(matches!(card.order.set_entry(Slot::A, partition(Slot::A), LINE), Err(SwapError::Primary(Slot::A))));
     let long = "x".repeat(LEN_BYTES);
     assert!(matches!(card.order.set_entry(Slot::B, partition(Slot::B), &long), Err(SwapError::Emmc(_))));
+}
+
+#[test]
+fn partition_that_does_not_read_back_or_has_no_boot_loaders_to_copy_is_an_error() {
+    let mut emmc = Emmc::new();
+    emmc.corrupts = true;
+    let damaged = SwapBootOrder::new(emmc).set_entry(Slot::A, partition(Slot::A), LINE);
+    assert!(matches!(damaged, Err(SwapError::ReadBack)), "{damaged:?}");
+    let emmc = Emmc::with_images(&[(ImageId(5), vec![33; 3000])]);
+    let before = emmc.hardware.borrow().partitions.clone();
+    let refused = SwapBootOrder::new(emmc.clone()).set_entry(Slot::A, partition(Slot::A), LINE);
+    assert!(matches!(refused, Err(SwapError::NoBootLoaders)), "{refused:?}");
+    assert_eq!(emmc.hardware.borrow().partitions, before);
+}
+
+/// The driver fails, and the power stays.
+#[test]
+fn setting_that_fails_leaves_the_running_version_as_the_next_one() {
+    let mut card = Card::serving();
+    card.install(Some(Slot::A), GOOD, 2).expect("installed");
+    let mut failures = 0;
+    for writes in 0.. {
+        card.order.try_once(Slot::A).expect("the running one");
+        card.emmc.writes_left.set(writes);
+        let tried = card.order.try_once(Slot::B);
+        card.emmc.writes_left.set(usize::MAX);
+        let action = card.emmc.hardware.borrow().registers.action.clone();
+        assert_eq!(action, if tried.is_ok() { SWAP } else { PRIMARY }, "after {writes} settings");
+        if tried.is_ok() {
+            break;
+        }
+        failures += 1;
+    }
+    assert_eq!(failures, 3, "each setting has failed");
+}
+
+#[test]
+fn slot_that_is_preferred_already_is_started_without_a_way_back() {
+    let mut card = Card::serving();
+    card.install(Some(Slot::A), GOOD, 2).expect("installed");
+    let settings = |card: &Card| {
+        let Registers { action, second, watchdog } = card.emmc.hardware.borrow().registers.clone();
+        (action, second, watchdog)
+    };
+    assert_eq!(settings(&card), (SWAP.into(), SWAP.into(), WATCHDOG_S), "a trial");
+    card.order.prefer(Slot::B).expect("set");
+    assert_eq!(card.order.preferred().expect("readable"), Some(Slot::B));
+    card.order.try_once(Slot::B).expect("set");
+    assert_eq!(settings(&card), (SWAP.into(), NONE.into(), 0));
 }
