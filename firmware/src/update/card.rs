@@ -122,6 +122,11 @@ where
             Work::Begin { offer, manifest } => self.begin(&offer, &manifest).map(|()| Done::Begun),
             Work::Write(bytes) => self.write(&bytes),
             Work::Finish => self.finish(),
+            Work::Abandon => {
+                tracing::warn!("nothing more of an update has arrived; others may write the slot");
+                self.writing = None;
+                Ok(Done::Abandoned)
+            }
             Work::RollBack => self.roll_back().map(|()| Done::RolledBack),
             Work::Confirm => self.supervisor.confirm().map(|()| Done::Confirmed).map_err(CardError::from),
             Work::Restart => self.supervisor.restart().map(|()| Done::Confirmed).map_err(CardError::from),

@@ -22,6 +22,8 @@
 //! - an image is put on trial only if every byte is as signed, and its epoch is not lower than the running one's;
 //! - memory is bounded by [`UPDATE_WINDOW_BYTES`](sumac_hal::ctrl::update::UPDATE_WINDOW_BYTES) and the longest
 //!   manifest, whatever the peer sends;
+//! - a transfer whose requester has gone ends, and with it the lock of the disk
+//!   ([`TRANSFER_LEASE`](sumac_hal::ctrl::update::TRANSFER_LEASE));
 //! - a request that is refused changes nothing, and says why.
 
 mod card;

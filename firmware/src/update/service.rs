@@ -7,8 +7,10 @@ use crate::slots::{BootLoader, Slot, Slots};
 use std::fmt;
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Instant as Clock;
 use sumac_hal::ctrl::update::{SlotsStatus, UpdateRequest, UpdateStatus};
 use sumac_hal::flash::BlockDevice;
+use sumac_hal::time::Instant;
 
 /// A session, and the thread that does its work. The thread ends with the service.
 pub struct Service<D> {
@@ -25,8 +27,9 @@ struct Records<D> {
     known: SlotsStatus,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Shared {
+    began: Clock,
     state: Mutex<State>,
     /// There is work, or the service ends.
     wake: Condvar,
@@ -39,6 +42,10 @@ struct State {
 }
 
 impl Shared {
+    fn now(&self) -> Instant {
+        Instant::ZERO + self.began.elapsed()
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         // Every change of a session is a whole one.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -62,7 +69,7 @@ impl<D: BlockDevice + Send + 'static> Service<D> {
         B: BootLoader<Error: fmt::Display> + Send + 'static,
         S: Supervisor + Send + 'static,
     {
-        let shared = Arc::<Shared>::default();
+        let shared = Arc::new(Shared { began: Clock::now(), state: Mutex::default(), wake: Condvar::new() });
         let of_thread = Arc::clone(&shared);
         std::thread::Builder::new().name("update".into()).spawn(move || run(card, &of_thread))?;
         let records = Records { slots, known: SlotsStatus { running: None, images: [None, None] } };
@@ -98,8 +105,12 @@ where
 {
     let mut state = shared.lock();
     while !state.has_ended {
+        state.session.handle_timeout(shared.now());
         let Some((transfer, work)) = state.session.poll_work() else {
-            state = shared.wake.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = match state.session.poll_timeout().map(|at| at.saturating_since(shared.now())) {
+                Some(wait) => shared.wake.wait_timeout(state, wait).unwrap_or_else(PoisonError::into_inner).0,
+                None => shared.wake.wait(state).unwrap_or_else(PoisonError::into_inner),
+            };
             continue;
         };
         drop(state);
@@ -108,7 +119,7 @@ where
             tracing::warn!(why, "update failed; the running slot is unchanged");
         }
         state = shared.lock();
-        state.session.handle_done(transfer, done);
+        state.session.handle_done(transfer, done, shared.now());
     }
 }
 
@@ -120,7 +131,7 @@ impl<D: BlockDevice + Send + 'static> Maintenance for Service<D> {
     fn handle(&self, request: UpdateRequest) -> Result<UpdateStatus, String> {
         // Pieces are many, and change no record.
         let slots = self.slots(!matches!(request, UpdateRequest::Piece { .. }));
-        let status = self.shared.lock().session.handle(request, &slots);
+        let status = self.shared.lock().session.handle(request, &slots, self.shared.now());
         self.shared.wake.notify_all();
         status
     }

@@ -4,13 +4,17 @@
 //! None ── Begin ──> Manifest ── pieces ──> Receiving ── Finish ──> Checking ──> Ready ── Restart ──> Restarting
 //!                                              └────────── refused or failed ─────────> Failed
 //! ```
+//!
+//! Manifest and Receiving are left for None when nothing has happened to the transfer for [`TRANSFER_LEASE`]: its
+//! requester has gone, and others may write the slot.
 
 use crate::emulated::update_text;
 use std::collections::VecDeque;
 use sumac_hal::ctrl::update::{
-    PIECE_MAX_BYTES, Sha256Digest, SlotId, SlotTrust, SlotsStatus, Transfer, UPDATE_MANIFEST_MAX_BYTES,
+    Sha256Digest, SlotId, SlotTrust, SlotsStatus, TRANSFER_LEASE, Transfer, UPDATE_MANIFEST_MAX_BYTES,
     UPDATE_WINDOW_BYTES, UpdateOffer, UpdateRequest, UpdateStatus,
 };
+use sumac_hal::time::Instant;
 
 /// Work on the card's storage, in order. Report its end with [`Session::handle_done`].
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -27,6 +31,8 @@ pub enum Work {
     Write(Vec<u8>),
     /// Check what was written, and put it on trial.
     Finish,
+    /// Write no more of the image, and let others write the slot.
+    Abandon,
     /// Put the other slot on trial, or end the running one's trial.
     RollBack,
     /// Confirm the running slot.
@@ -45,6 +51,8 @@ pub enum Done {
     Written(u64),
     /// The image is on trial in this slot.
     Finished(SlotId),
+    /// Nothing of the image is written any more.
+    Abandoned,
     /// The other slot is what the next restart starts.
     RolledBack,
     /// The confirmation was passed on.
@@ -90,20 +98,29 @@ pub struct Session {
     work: VecDeque<(u64, Work)>,
     /// The response to the request that leads to the restart was sent.
     is_sent: bool,
+    /// When the transfer in progress is dropped, unless something happens to it.
+    lease_end: Instant,
 }
 
 impl Default for Session {
     fn default() -> Self {
-        Self { state: State::None, transfer: 0, work: VecDeque::new(), is_sent: false }
+        Self { state: State::None, transfer: 0, work: VecDeque::new(), is_sent: false, lease_end: Instant::ZERO }
     }
 }
 
 impl Session {
-    /// Process a request on a card whose slots are `slots`. Poll for work afterwards.
+    /// Process a request on a card whose slots are `slots`. Poll for work, and for the timeout, afterwards.
     ///
     /// # Errors
     /// The reason why it is refused.
-    pub fn handle(&mut self, request: UpdateRequest, slots: &SlotsStatus) -> Result<UpdateStatus, String> {
+    pub fn handle(
+        &mut self,
+        request: UpdateRequest,
+        slots: &SlotsStatus,
+        now: Instant,
+    ) -> Result<UpdateStatus, String> {
+        self.handle_timeout(now);
+        let renews = matches!(request, UpdateRequest::Begin(_) | UpdateRequest::Piece { .. });
         let done = match request {
             UpdateRequest::Status => Ok(()),
             _ if matches!(self.state, State::RollingBack | State::Restarting) => {
@@ -117,7 +134,29 @@ impl Session {
             UpdateRequest::Confirm => self.confirm(slots),
             _ => Err("the card runs another version, which does not know this request".to_owned()),
         };
-        done.map(|()| self.status(slots))
+        done?;
+        // Whoever asks for the status is perhaps not the requester, and what was refused is not the next piece.
+        if renews {
+            self.lease_end = now + TRANSFER_LEASE;
+        }
+        Ok(self.status(slots))
+    }
+
+    /// Return when to call [`Session::handle_timeout`]; `None` unless a transfer is in progress.
+    pub const fn poll_timeout(&self) -> Option<Instant> {
+        match self.state {
+            State::Manifest { .. } | State::Receiving { .. } => Some(self.lease_end),
+            _ => None,
+        }
+    }
+
+    /// Drop the transfer if its time is over. Poll for work afterwards.
+    pub fn handle_timeout(&mut self, now: Instant) {
+        if self.poll_timeout().is_some_and(|end| end <= now) {
+            self.drop_work();
+            self.state = State::None;
+            self.push(Work::Abandon);
+        }
     }
 
     /// Return the status.
@@ -161,11 +200,13 @@ impl Session {
         }
     }
 
-    /// Process the end of work. Poll for work afterwards.
-    pub fn handle_done(&mut self, transfer: u64, done: Done) {
+    /// Process the end of work. Poll for work, and for the timeout, afterwards.
+    pub fn handle_done(&mut self, transfer: u64, done: Done, now: Instant) {
         if transfer != self.transfer {
             return;
         }
+        // A requester waits while the card writes.
+        self.lease_end = now + TRANSFER_LEASE;
         match (&mut self.state, done) {
             (State::Receiving { written, .. }, Done::Written(len)) => *written = written.saturating_add(len),
             (State::Receiving { offer, .. }, Done::Failed(why)) => {
@@ -221,8 +262,8 @@ impl Session {
 
     fn take_piece(&mut self, offset: u64, bytes: &[u8]) -> Result<(), String> {
         let misplaced = |expected: u64| format!("a piece at byte {offset}; the next one starts at byte {expected}");
-        if bytes.is_empty() || bytes.len() > PIECE_MAX_BYTES {
-            return Err(format!("a piece of {} bytes; it must have 1 to {PIECE_MAX_BYTES}", bytes.len()));
+        if bytes.is_empty() {
+            return Err("a piece of 0 bytes".into());
         }
         match &mut self.state {
             State::Manifest { offer, manifest } => {

@@ -2,6 +2,7 @@
 
 mod hostile;
 mod installed;
+mod transfers;
 
 use super::*;
 use crate::bfb::Builder;
@@ -12,12 +13,15 @@ use sha2::{Digest, Sha256};
 use std::io;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
-use sumac_hal::ctrl::update::{PIECE_MAX_BYTES, SlotsStatus, Transfer, UpdateOffer, UpdateRequest, UpdateStatus};
+use sumac_hal::ctrl::update::{PieceBytes, SlotsStatus, Transfer, UpdateOffer, UpdateRequest, UpdateStatus};
 use sumac_hal::flash::{BlockDevice, Geometry};
 use sumac_hal::time::Instant;
 
 const BLOCK_LEN_BYTES: usize = 512;
 const BLOCKS: u32 = 64;
+
+/// The length of pieces in tests, in bytes: images are short.
+const PART_BYTES: usize = 512;
 
 /// A slot's device; copies are the same device.
 #[derive(Debug, Clone)]
@@ -125,6 +129,7 @@ struct Running {
 struct Rig {
     slots: [Ram; 2],
     running: Running,
+    now: Instant,
     /// New images never report that they are healthy.
     is_sick: bool,
 }
@@ -141,7 +146,7 @@ impl Rig {
         for event in [SlotEvent::Begin(&offer), SlotEvent::Chunk(&image.bytes), SlotEvent::Finish] {
             updater.handle(event, &mut both).expect("installed");
         }
-        let mut rig = Self { running: Self::start(&slots), slots, is_sick: false };
+        let mut rig = Self { running: Self::start(&slots), slots, now: Instant::ZERO, is_sick: false };
         rig.become_healthy();
         rig
     }
@@ -175,7 +180,7 @@ impl Rig {
     /// Carry out a request, and send the response.
     fn request(&mut self, request: UpdateRequest) -> Result<UpdateStatus, String> {
         let slots = self.status();
-        let status = self.running.session.handle(request, &slots);
+        let status = self.running.session.handle(request, &slots, self.now);
         if status.is_ok() {
             self.running.session.handle_sent();
         }
@@ -187,7 +192,7 @@ impl Rig {
         for _ in 0..steps {
             let Some((transfer, work)) = self.running.session.poll_work() else { break };
             let done = self.running.card.run(work);
-            self.running.session.handle_done(transfer, done);
+            self.running.session.handle_done(transfer, done, self.now);
         }
         let (confirmations, restarts) = *self.running.recorder.0.lock().expect("no panic");
         if confirmations > 0 {
@@ -201,7 +206,7 @@ impl Rig {
         }
     }
 
-    /// What a controller makes of a command: a piece is cut into short ones.
+    /// What a controller makes of a command, if pieces were even shorter.
     fn command(&mut self, command: Command, sent: &[u8]) -> Reply {
         let request = match command {
             Command::Status => UpdateRequest::Status,
@@ -209,11 +214,10 @@ impl Rig {
             Command::Piece { offset, len_bytes } => {
                 let bytes = &sent[offset as usize..][..len_bytes as usize];
                 let mut reply = Reply::Away;
-                for (part, bytes) in bytes.chunks(PIECE_MAX_BYTES).enumerate() {
-                    let offset = offset + (part * PIECE_MAX_BYTES) as u64;
-                    let bytes = bytes.iter().copied().collect();
+                for (part, bytes) in bytes.chunks(PART_BYTES).enumerate() {
+                    let offset = offset + (part * PART_BYTES) as u64;
                     reply = self
-                        .request(UpdateRequest::Piece { offset, bytes })
+                        .request(piece(offset, bytes))
                         .map_or_else(Reply::Refused, |status| Reply::Status(Box::new(status)));
                 }
                 return reply;
@@ -225,6 +229,10 @@ impl Rig {
         };
         self.request(request).map_or_else(Reply::Refused, |status| Reply::Status(Box::new(status)))
     }
+}
+
+fn piece(offset: u64, bytes: &[u8]) -> UpdateRequest {
+    UpdateRequest::Piece { offset, bytes: PieceBytes::copy_of(bytes).expect("short") }
 }
 
 /// splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
@@ -281,6 +289,7 @@ fn pursue(
                 }
             };
             sender.handle_reply(reply, now);
+            rig.now = now;
             rig.work(usize::MAX);
         } else {
             now = sender.poll_timeout().unwrap_or(now).max(now + Duration::from_millis(1));
@@ -353,11 +362,11 @@ fn interrupted_transfer_goes_on_where_it_was_cut() {
     let (mut rig, image) = (Rig::new(), Image::new("2.0", 2, &key(1)));
     let sent = image.sent();
     rig.request(UpdateRequest::Begin(image.offer())).expect("begun");
-    let half = sent.len() / 2 / PIECE_MAX_BYTES * PIECE_MAX_BYTES;
+    let half = sent.len() / 2;
     let (manifest, rest) = sent[..half].split_at(image.manifest.len());
     let mut offset = 0;
-    for bytes in manifest.chunks(PIECE_MAX_BYTES).chain(rest.chunks(PIECE_MAX_BYTES)) {
-        rig.request(UpdateRequest::Piece { offset, bytes: bytes.iter().copied().collect() }).expect("in order");
+    for bytes in manifest.chunks(PART_BYTES).chain(rest.chunks(PART_BYTES)) {
+        rig.request(piece(offset, bytes)).expect("in order");
         offset += bytes.len() as u64;
     }
     let mut first = None;

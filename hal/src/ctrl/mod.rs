@@ -47,7 +47,7 @@ use serde::de::DeserializeOwned;
 use thiserror::Error;
 
 /// The version of the messages. It increases with every change of their encoding.
-pub const VERSION: u16 = 18;
+pub const VERSION: u16 = 19;
 
 /// The length of a frame header, in bytes.
 pub const FRAME_HEADER_LEN: usize = 12;

@@ -10,16 +10,22 @@
 //! [`UPDATE_WINDOW_BYTES`].
 //!
 //! A transfer is named by the digest of its image: a requester that lost its connection asks for the status, and goes
-//! on at [`Transfer::Receiving`]'s `received_bytes`.
+//! on at [`Transfer::Receiving`]'s `received_bytes`. A transfer of which nothing arrives for [`TRANSFER_LEASE`] is
+//! dropped, and its requester starts over.
 
-use heapless::{String, Vec};
-use serde::{Deserialize, Serialize};
+use core::time::Duration;
+use heapless::String;
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-/// The longest piece, in bytes: a request with one is not longer than one with a tree.
-pub const PIECE_MAX_BYTES: usize = 512;
+/// The longest piece, in bytes: half a frame. Each piece costs a request and a response.
+pub const PIECE_MAX_BYTES: usize = 32 << 10;
 
 /// How much a device accepts beyond what it has written, in bytes.
 pub const UPDATE_WINDOW_BYTES: u64 = 256 << 10;
+
+/// How long a device keeps a transfer, and with it the slot that it writes, after the last request of it or the last
+/// write. Longer than a requester needs to find a controller again, and than a write takes.
+pub const TRANSFER_LEASE: Duration = Duration::from_secs(60);
 
 /// The longest manifest that a device accepts, in bytes: it is kept in memory.
 pub const UPDATE_MANIFEST_MAX_BYTES: u32 = 64 << 10;
@@ -128,6 +134,73 @@ impl UpdateOffer {
     }
 }
 
+/// The bytes of a piece, at most [`PIECE_MAX_BYTES`]. Their length is checked before they take memory.
+///
+/// They are on the heap (feature `std`), so that a [`Request`](super::Request) stays small. A device without a heap has
+/// room for 512 bytes, and takes a request with more for an invalid one; no controller sends it pieces, as long as it
+/// announces no slots.
+#[derive(Clone, PartialEq, Eq)]
+pub struct PieceBytes(Bytes);
+
+#[cfg(feature = "std")]
+type Bytes = std::vec::Vec<u8>;
+#[cfg(not(feature = "std"))]
+type Bytes = heapless::Vec<u8, 512>;
+
+impl PieceBytes {
+    /// Copy these bytes; `None` if they are too many.
+    pub fn copy_of(bytes: &[u8]) -> Option<Self> {
+        if bytes.len() > PIECE_MAX_BYTES {
+            return None;
+        }
+        #[cfg(feature = "std")]
+        return Some(Self(bytes.to_vec()));
+        #[cfg(not(feature = "std"))]
+        return Bytes::from_slice(bytes).ok().map(Self);
+    }
+}
+
+impl core::ops::Deref for PieceBytes {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+/// Without the bytes.
+impl core::fmt::Debug for PieceBytes {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        write!(f, "{} bytes", self.len())
+    }
+}
+
+impl Serialize for PieceBytes {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_bytes(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for PieceBytes {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Visitor;
+
+        impl de::Visitor<'_> for Visitor {
+            type Value = PieceBytes;
+
+            fn expecting(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+                write!(f, "at most {PIECE_MAX_BYTES} bytes")
+            }
+
+            fn visit_bytes<E: de::Error>(self, bytes: &[u8]) -> Result<PieceBytes, E> {
+                PieceBytes::copy_of(bytes).ok_or_else(|| E::invalid_length(bytes.len(), &self))
+            }
+        }
+
+        deserializer.deserialize_bytes(Visitor)
+    }
+}
+
 /// A request about the slots of a device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
@@ -143,7 +216,7 @@ pub enum UpdateRequest {
         /// Where the bytes belong, counted from the beginning of the manifest.
         offset: u64,
         /// The bytes.
-        bytes: Vec<u8, PIECE_MAX_BYTES>,
+        bytes: PieceBytes,
     },
     /// All pieces were sent: check the image, and put it on trial.
     Finish,

@@ -6,7 +6,7 @@ use sumac::controller::proto::{ClientReply, ClientRequest, UpdateCommand, Update
 use sumac_firmware::bfb::{Builder, ImageId, ImageName, Source};
 use sumac_firmware::manifest::{MANIFEST_IMAGE, Manifest};
 use sumac_hal::ctrl::update::{
-    PIECE_MAX_BYTES, SlotId, SlotImage, SlotTrust, SlotsStatus, Transfer, UpdateOffer, UpdateRequest, UpdateStatus,
+    PieceBytes, SlotId, SlotImage, SlotTrust, SlotsStatus, Transfer, UpdateOffer, UpdateRequest, UpdateStatus,
 };
 use sumac_hal::ctrl::{Announce, Envelope, Hello, JobTicket, Name, Request, Response, encode};
 use sumac_hal::dma::{Address, Coverage, Descriptor, RegionKey, Scope, Step, Tag};
@@ -158,7 +158,7 @@ fn short(value: &impl std::fmt::Debug) -> String {
 const OFFER: UpdateOffer = UpdateOffer { manifest_len_bytes: 700, len_bytes: 40 << 20, sha256: [3; 32] };
 
 fn update_requests() -> [UpdateRequest; 7] {
-    let bytes = std::iter::repeat_n(9, PIECE_MAX_BYTES).collect();
+    let bytes = PieceBytes::copy_of(&[9; 512]).expect("short");
     [
         UpdateRequest::Status,
         UpdateRequest::Begin(OFFER),

@@ -1,7 +1,7 @@
 //! Images that are not as signed, and peers that answer or request anything.
 
 use super::*;
-use sumac_hal::ctrl::update::{SlotTrust, UPDATE_MANIFEST_MAX_BYTES, UPDATE_WINDOW_BYTES};
+use sumac_hal::ctrl::update::{PIECE_MAX_BYTES, SlotTrust, UPDATE_MANIFEST_MAX_BYTES, UPDATE_WINDOW_BYTES};
 
 /// What the card accepts of whoever has an operator's key, but not the key that signs images.
 #[test]
@@ -92,7 +92,7 @@ fn hostile_requests_change_no_running_slot_and_take_bounded_memory() {
                     };
                     let end = sent.len().min(expected.saturating_add(1 + rng.below(512)).min(1 << 20) as usize);
                     let bytes = sent.get(expected as usize..end).unwrap_or(&[1; 3]);
-                    UpdateRequest::Piece { offset: expected, bytes: bytes.iter().copied().collect() }
+                    piece(expected, bytes)
                 }
             };
             let _ = rig.request(request);
@@ -108,16 +108,16 @@ fn pieces_beyond_the_window_are_refused_until_others_are_written() {
     let mut rig = Rig::new();
     let offer = UpdateOffer { manifest_len_bytes: 1, len_bytes: u64::MAX / 2, sha256: [1; 32] };
     rig.request(UpdateRequest::Begin(offer)).expect("begun");
-    rig.request(UpdateRequest::Piece { offset: 0, bytes: [7].into_iter().collect() }).expect("the manifest");
+    rig.request(piece(0, &[7])).expect("the manifest");
     let mut offset = 1;
     let refused = loop {
-        let bytes = std::iter::repeat_n(0, PIECE_MAX_BYTES).collect();
-        match rig.request(UpdateRequest::Piece { offset, bytes }) {
+        match rig.request(piece(offset, &[0; PIECE_MAX_BYTES])) {
             Ok(_) => offset += PIECE_MAX_BYTES as u64,
             Err(why) => break why,
         }
         assert!(offset <= UPDATE_WINDOW_BYTES + 1, "{offset} bytes wait");
     };
+    assert_eq!(offset, 1 + UPDATE_WINDOW_BYTES, "whole pieces fill it");
     assert!(refused.contains(&UPDATE_WINDOW_BYTES.to_string()), "{refused}");
     let long = UpdateOffer { manifest_len_bytes: UPDATE_MANIFEST_MAX_BYTES + 1, ..offer };
     assert!(rig.request(UpdateRequest::Begin(long)).expect_err("too long").contains("manifest of"));

@@ -2,11 +2,11 @@
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
-use sumac_hal::ctrl::update::{Sha256Digest, UpdateOffer, UpdateStatus};
+use sumac_hal::ctrl::update::{PIECE_MAX_BYTES, Sha256Digest, UpdateOffer, UpdateStatus};
 use thiserror::Error;
 
-/// The longest piece of an image in a command, in bytes. The controller cuts it into those that devices take.
-pub const UPDATE_PIECE_MAX_BYTES: usize = 32 << 10;
+/// The longest piece of an image in a command, in bytes: what devices take in one request.
+pub const UPDATE_PIECE_MAX_BYTES: usize = PIECE_MAX_BYTES;
 
 /// A command of an operator for a device that boots from slots.
 ///

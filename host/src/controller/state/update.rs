@@ -13,21 +13,20 @@
 //! Invariants:
 //! - a client has one command in flight, so what is queued for a device is one piece per operator;
 //! - the bytes of an image pass through: none are kept;
-//! - a device has one hold. It ends with its client's connection;
+//! - a device has one hold. It ends with its client's connection, and when its client has sent no command for
+//!   [`TRANSFER_LEASE`]: that one may have gone without a word;
 //! - a drain ends: with the device's connection, a refusal, or [`RETURN_LIMIT`].
 
 use super::{Purpose, State};
 use crate::controller::device::{Device, DeviceError, OnTimeout, REPLY_TIMEOUT, Reply};
 use crate::controller::limits::{NAME_LEN_MAX, sanitize_reason};
 use crate::controller::output::ConnId;
-use crate::controller::proto::{
-    ClientReply, UPDATE_PIECE_MAX_BYTES, UpdateCommand, UpdateDevice, UpdateRefusal, UpdateReply,
-};
+use crate::controller::proto::{ClientReply, UpdateCommand, UpdateDevice, UpdateRefusal, UpdateReply};
 use crate::controller::resources::DeviceKey;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
-use sumac_hal::ctrl::update::{PIECE_MAX_BYTES, SlotImage, SlotsStatus, UpdateRequest};
+use sumac_hal::ctrl::update::{PieceBytes, SlotImage, SlotsStatus, TRANSFER_LEASE, UpdateRequest};
 use sumac_hal::ctrl::{Request, Response};
 use sumac_hal::time::Instant;
 
@@ -51,6 +50,8 @@ struct Hold {
     client: ConnId,
     operator: String,
     since: Instant,
+    /// When the client sent its last command.
+    renewed: Instant,
 }
 
 /// A device that jobs move off.
@@ -102,15 +103,16 @@ impl State {
         if device.announce.slots.is_none() {
             return Err(UpdateRefusal::NoSlots { device: shown() });
         }
-        if !matches!(command, UpdateCommand::Status) {
-            self.take_hold(client, name, operator)?;
+        match command {
+            UpdateCommand::Status => self.renew_hold(client, name),
+            _ => self.take_hold(client, name, operator)?,
         }
-        let requests = match command {
-            UpdateCommand::Piece { offset, bytes } => pieces(offset, &bytes)?,
-            UpdateCommand::Status => vec![UpdateRequest::Status],
-            UpdateCommand::Begin(offer) => vec![UpdateRequest::Begin(offer)],
-            UpdateCommand::Finish => vec![UpdateRequest::Finish],
-            UpdateCommand::Confirm => vec![UpdateRequest::Confirm],
+        let request = match command {
+            UpdateCommand::Piece { offset, bytes } => piece(offset, &bytes)?,
+            UpdateCommand::Status => UpdateRequest::Status,
+            UpdateCommand::Begin(offer) => UpdateRequest::Begin(offer),
+            UpdateCommand::Finish => UpdateRequest::Finish,
+            UpdateCommand::Confirm => UpdateRequest::Confirm,
             UpdateCommand::Restart(sha256) => {
                 let slots = self.known_slots(&device);
                 let image = slots.images.iter().flatten().find(|image| image.sha256 == sha256);
@@ -126,50 +128,48 @@ impl State {
                 return Ok(());
             }
         };
-        self.relay((client, device, false), requests);
+        self.relay((client, device, false), request);
         Ok(())
     }
 
     /// Reserve a device for a client. The same operator's next connection replaces the one that was cut.
     fn take_hold(&mut self, client: ConnId, device: &str, operator: &str) -> Result<(), UpdateRefusal> {
         let operator: String = sanitize_reason(operator).chars().take(NAME_LEN_MAX).collect();
-        let hold = self.updates.holds.get(device);
+        let hold = self.updates.holds.get(device).filter(|hold| self.now - hold.renewed < TRANSFER_LEASE);
         if let Some(hold) = hold.filter(|hold| hold.client != client && hold.operator != operator) {
             let (operator, for_s) = (hold.operator.clone(), (self.now - hold.since).as_secs());
             return Err(UpdateRefusal::Busy { device: device.to_owned(), operator, for_s });
         }
         let since = hold.map_or(self.now, |hold| hold.since);
-        self.updates.holds.insert(device.to_owned(), Hold { client, operator, since });
+        self.updates.holds.insert(device.to_owned(), Hold { client, operator, since, renewed: self.now });
         Ok(())
     }
 
-    fn relay(&mut self, (client, device, restarts): (ConnId, Arc<Device>, bool), requests: Vec<UpdateRequest>) {
+    /// The client that holds a device asks for its status.
+    fn renew_hold(&mut self, client: ConnId, device: &str) {
+        if let Some(hold) = self.updates.holds.get_mut(device).filter(|hold| hold.client == client) {
+            hold.renewed = self.now;
+        }
+    }
+
+    fn relay(&mut self, (client, device, restarts): (ConnId, Arc<Device>, bool), request: UpdateRequest) {
         self.updates.in_flight.insert(client);
-        let requests: Vec<_> =
-            requests.into_iter().map(|request| (Arc::clone(&device), Request::Update(request))).collect();
+        let requests = [(Arc::clone(&device), Request::Update(request))];
         let purpose = Purpose::Update(Relayed { client, device, restarts });
         self.links.exchange(&mut self.output, (purpose, OnTimeout::Normal, self.now + REPLY_TIMEOUT), requests);
     }
 
-    /// A device has answered a command: the first refusal counts, else the last status.
+    /// A device has answered a command.
     pub(super) fn finish_update(&mut self, relayed: Relayed, replies: Vec<Reply>) {
         let Relayed { client, device, restarts } = relayed;
         self.updates.in_flight.remove(&client);
-        let mut last = None;
-        for reply in replies {
-            let reply = match reply {
-                Ok(Response::Update(status)) => Ok(status),
-                Ok(Response::UpdateRefused(why)) => Err(UpdateRefusal::Device { why: sanitize_reason(&why) }),
-                Err(DeviceError::Refused(refusal)) => Err(UpdateRefusal::Device { why: refusal.to_string() }),
-                Ok(_) | Err(_) => Err(UpdateRefusal::NoAnswer { device: device.name().to_owned() }),
-            };
-            let is_refusal = reply.is_err();
-            last = Some(reply);
-            if is_refusal {
-                break;
-            }
-        }
-        let Some(reply) = last else { return };
+        // One, as there was one request.
+        let reply = match replies.into_iter().next() {
+            Some(Ok(Response::Update(status))) => Ok(status),
+            Some(Ok(Response::UpdateRefused(why))) => Err(UpdateRefusal::Device { why: sanitize_reason(&why) }),
+            Some(Err(DeviceError::Refused(refusal))) => Err(UpdateRefusal::Device { why: refusal.to_string() }),
+            _ => Err(UpdateRefusal::NoAnswer { device: device.name().to_owned() }),
+        };
         if let Ok(status) = &reply
             && self.is_connected(&device)
         {
@@ -237,7 +237,7 @@ impl State {
                     drain.until = now + RETURN_LIMIT;
                     let (client, device) = (drain.client, Arc::clone(&drain.device));
                     tracing::info!(device = device.name(), is_used, "the device restarts");
-                    self.relay((client, device, true), vec![request]);
+                    self.relay((client, device, true), request);
                 }
                 None if drain.request.is_none() && drain.until <= now => {
                     tracing::warn!(device = key.name, "the device has not restarted; jobs may be placed on it again");
@@ -283,14 +283,13 @@ impl State {
     }
 }
 
-/// Cut a piece into those that devices take.
-fn pieces(offset: u64, bytes: &[u8]) -> Result<Vec<UpdateRequest>, UpdateRefusal> {
-    let refusal = UpdateRefusal::Piece { len: bytes.len() as u64 };
-    if !(1..=UPDATE_PIECE_MAX_BYTES).contains(&bytes.len()) || offset.checked_add(bytes.len() as u64).is_none() {
-        return Err(refusal);
+/// Return the request for a piece.
+fn piece(offset: u64, bytes: &[u8]) -> Result<UpdateRequest, UpdateRefusal> {
+    let len = bytes.len() as u64;
+    match PieceBytes::copy_of(bytes) {
+        Some(bytes) if len > 0 && offset.checked_add(len).is_some() => Ok(UpdateRequest::Piece { offset, bytes }),
+        _ => Err(UpdateRefusal::Piece { len }),
     }
-    let parts = (offset..).step_by(PIECE_MAX_BYTES).zip(bytes.chunks(PIECE_MAX_BYTES));
-    Ok(parts.map(|(offset, part)| UpdateRequest::Piece { offset, bytes: part.iter().copied().collect() }).collect())
 }
 
 fn version(image: &SlotImage) -> String {

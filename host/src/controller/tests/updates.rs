@@ -1,12 +1,17 @@
 //! Updates of devices: what is relayed, who is refused, and how jobs move off a device before it restarts.
 
-use super::super::proto::{ClientReply, ClientRequest, UPDATE_PIECE_MAX_BYTES, UpdateCommand, UpdateRefusal};
+use super::super::machine::{ConnId, Frames, Machine, Output};
+use super::super::proto::{
+    ClientReply, ClientRequest, UPDATE_PIECE_MAX_BYTES, UpdateCommand, UpdateDevice, UpdateRefusal, UpdateReply,
+};
 use super::replan::{Raw, SOON, disconnect_device, join_all, no_tree_reason, recv_release, replan, tree_of};
 use super::*;
 use std::sync::mpsc::{Receiver, Sender, channel};
+use sumac_hal::ctrl::FrameBuffer;
 use sumac_hal::ctrl::update::{
-    PIECE_MAX_BYTES, SlotId, SlotImage, SlotTrust, SlotsStatus, Transfer, UpdateOffer, UpdateRequest, UpdateStatus,
+    SlotId, SlotImage, SlotTrust, SlotsStatus, TRANSFER_LEASE, Transfer, UpdateOffer, UpdateRequest, UpdateStatus,
 };
+use sumac_hal::time::Instant;
 
 const NEW: [u8; 32] = [2; 32];
 
@@ -56,7 +61,7 @@ fn next(requests: &Receiver<UpdateRequest>) -> UpdateRequest {
 }
 
 #[test]
-fn commands_are_relayed_in_order_and_pieces_are_cut() {
+fn each_command_is_relayed_in_one_request() {
     let controller = controller();
     let (_device, requests) = updatable(&controller, "leaf0", false);
     let mut operator = client(&controller, "ann@ops:1");
@@ -66,15 +71,13 @@ fn commands_are_relayed_in_order_and_pieces_are_cut() {
     command(&mut operator, UpdateCommand::Begin(offer)).expect("relayed");
     assert_eq!(next(&requests), UpdateRequest::Begin(offer));
     let bytes: Vec<u8> = (0..UPDATE_PIECE_MAX_BYTES).map(|at| (at / 300) as u8).collect();
-    command(&mut operator, UpdateCommand::Piece { offset: 77, bytes: bytes.clone() }).expect("relayed");
-    let mut relayed = Vec::new();
-    while relayed.len() < bytes.len() {
-        let UpdateRequest::Piece { offset, bytes } = next(&requests) else { panic!("pieces") };
-        assert_eq!(offset, 77 + relayed.len() as u64);
-        assert!(bytes.len() <= PIECE_MAX_BYTES);
-        relayed.extend_from_slice(&bytes);
+    for len in [1, 513, UPDATE_PIECE_MAX_BYTES] {
+        let bytes = &bytes[..len];
+        command(&mut operator, UpdateCommand::Piece { offset: 77, bytes: bytes.to_vec() }).expect("relayed");
+        let UpdateRequest::Piece { offset, bytes: relayed } = next(&requests) else { panic!("a piece") };
+        assert_eq!((offset, &relayed[..]), (77, bytes));
+        assert!(requests.try_recv().is_err(), "one request");
     }
-    assert_eq!(relayed, bytes);
     for len in [0, UPDATE_PIECE_MAX_BYTES + 1] {
         let refusal = command(&mut operator, UpdateCommand::Piece { offset: 0, bytes: vec![0; len] });
         assert_eq!(refusal, Err(UpdateRefusal::Piece { len: len as u64 }));
@@ -111,6 +114,72 @@ fn second_operator_is_refused_by_name_until_the_first_has_gone() {
     assert!(refusal.contains("bob@ops:2") && !refusal.contains('\u{7}'), "{refusal}");
 }
 
+/// A controller on a virtual clock, with one device.
+struct Steps {
+    machine: Machine,
+    now: Instant,
+}
+
+const DEVICE: ConnId = ConnId(9);
+
+impl Steps {
+    fn new() -> Self {
+        let config = Arc::new(ControllerConfig::new());
+        let mut machine = Machine::new(config, 1, Entropy::Seeded(1), Instant::ZERO).expect("valid");
+        machine.connect_device(DEVICE, with_slots("leaf0"), Instant::ZERO);
+        Self { machine, now: Instant::ZERO }
+    }
+
+    /// Send an operator's command, which the device accepts; returns the reply.
+    fn command(&mut self, conn: ConnId, operator: &str, command: UpdateCommand) -> UpdateReply {
+        let update = UpdateDevice { device: "leaf0".into(), operator: operator.into(), command };
+        self.machine.handle_request(conn, ClientRequest::Update(Box::new(update)), self.now);
+        loop {
+            self.machine.handle_timeout(self.now);
+            let (to, output) = self.machine.poll_transmit().expect("a reply");
+            let Output::Frames(parts) = output else { panic!("a message") };
+            let mut buffer = FrameBuffer::new(1 << 20);
+            parts.iter().map(Frames::bytes).for_each(|bytes| buffer.push(bytes));
+            if to == conn {
+                let ClientReply::Updated(reply) = buffer.take_message().expect("valid").expect("whole") else {
+                    panic!("a reply")
+                };
+                return *reply;
+            }
+            while let Some(Envelope { id, message }) = buffer.take_message::<Envelope<Request>>().expect("valid") {
+                if let Request::Update(_) = message {
+                    let status = UpdateStatus { slots: slots(), transfer: Transfer::None };
+                    let message = Response::Update(status);
+                    self.machine.handle_response(DEVICE, Envelope { id, message }, self.now);
+                }
+            }
+        }
+    }
+}
+
+/// Its machine has lost power, and its connection looks alive.
+#[test]
+fn silent_operator_holds_a_device_for_a_lease_only() {
+    const MOMENT: Duration = Duration::from_millis(1);
+    let mut steps = Steps::new();
+    let (ann, bob) = (ConnId(1), ConnId(2));
+    assert!(steps.machine.connect_client(ann) && steps.machine.connect_client(bob));
+    let begin = UpdateCommand::Begin(UpdateOffer { manifest_len_bytes: 5, len_bytes: 9, sha256: NEW });
+    steps.command(ann, "ann", begin.clone()).expect("the first");
+    // Her command waits for the card, and asks for its status.
+    steps.now = steps.now + (TRANSFER_LEASE - MOMENT);
+    steps.command(ann, "ann", UpdateCommand::Status).expect("a status");
+    steps.now = steps.now + (TRANSFER_LEASE - MOMENT);
+    // That somebody else asks renews nothing.
+    steps.command(bob, "bob", UpdateCommand::Status).expect("a status");
+    let refusal = steps.command(bob, "bob", begin.clone()).expect_err("held");
+    assert!(matches!(&refusal, UpdateRefusal::Busy { operator, for_s: 119, .. } if operator == "ann"), "{refusal}");
+    steps.now = steps.now + MOMENT;
+    steps.command(bob, "bob", begin.clone()).expect("the lease is over");
+    let refusal = steps.command(ann, "ann", begin).expect_err("held");
+    assert!(matches!(&refusal, UpdateRefusal::Busy { operator, for_s: 0, .. } if operator == "bob"), "{refusal}");
+}
+
 #[test]
 fn device_without_slots_and_absent_device_are_refused_with_the_advice() {
     let controller = controller();
@@ -136,11 +205,7 @@ fn client_with_two_commands_at_once_is_refused() {
         );
     let mut raw = Raw::dial(&controller);
     for _ in 0..2 {
-        let update = super::super::proto::UpdateDevice {
-            device: "leaf0".into(),
-            operator: "ann".into(),
-            command: UpdateCommand::Status,
-        };
+        let update = UpdateDevice { device: "leaf0".into(), operator: "ann".into(), command: UpdateCommand::Status };
         raw.send(ClientRequest::Update(Box::new(update)));
     }
     let ClientReply::Updated(reply) = raw.recv() else { panic!("a refusal") };
