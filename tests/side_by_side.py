@@ -28,12 +28,19 @@ JOBS_MAX = 64
 # A failure's lines that are printed again at the end: the messages and the list of failed tests.
 REPEATED_LINES = 60
 
+# The programs that take longest, by their package's folder and name. One that started last would run alone.
+LONGEST = [
+    ("host", "sumac"), ("cli", "faults"), ("cli", "recovered"), ("cli", "update"), ("tests", "recovery"),
+    ("hal", "sumac_hal"), ("cli", "resumed"), ("cli", "stopped"), ("cli", "perf"), ("bluefield", "sumac_agent"),
+    ("tests", "goodput"),
+]
+
 # Packages whose programs start processes or take long, by folder.
 FIRST = ["host", "cli", "tests"]
 
 
 def programs(without):
-    """Build all test programs; return each with the folder of its package, those of FIRST first."""
+    """Build all test programs; return each with the folder of its package, the longest first."""
     command = ["cargo", "test", "--workspace", "--no-run", "--message-format=json-render-diagnostics"]
     built = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if built.returncode != 0:
@@ -43,10 +50,21 @@ def programs(without):
         message = json.loads(line)
         is_program = message["reason"] == "compiler-artifact" and message["profile"]["test"] and message["executable"]
         if is_program and message["target"]["name"] not in without:
-            found.append((Path(message["executable"]), Path(message["manifest_path"]).parent))
-    # Start the longest programs first.
-    place = {folder: number for number, folder in enumerate(FIRST)}
-    return sorted(found, key=lambda program: (place.get(program[1].name, len(FIRST)), program[0].name))
+            folder = Path(message["manifest_path"]).parent
+            found.append((place(folder.name, message["target"]["name"]), Path(message["executable"]), folder))
+    return [(program, folder) for _, program, folder in sorted(found)]
+
+
+def place(folder, name):
+    """Return the sort key of a program: the longest first.
+
+    >>> some = [("hal", "sumac_hal"), ("cli", "run"), ("device", "a"), ("cli", "lossy"), ("host", "sumac")]
+    >>> [name for _, _, name in sorted(place(*program) for program in some)]
+    ['sumac', 'sumac_hal', 'lossy', 'run', 'a']
+    """
+    by_time = LONGEST.index((folder, name)) if (folder, name) in LONGEST else len(LONGEST)
+    by_package = FIRST.index(folder) if folder in FIRST else len(FIRST)
+    return by_time, by_package, name
 
 
 def run(program, folder):
@@ -97,4 +115,5 @@ def main():
     sys.exit(1 if failed else 0)
 
 
-main()
+if __name__ == "__main__":
+    main()
