@@ -15,7 +15,8 @@ Locks:    the fuzz targets (tests/fuzz, a separate workspace) use the same versi
 Planted:  only features named `planted` enable planted bugs, so no released build contains them.
 
     tests/deps.py              check; on violations, print each and exit with status 1
-    tests/deps.py --features   print 'package feature' for each member's features for users, and 'package -' for no features
+    tests/deps.py --features   print "package feature" for each member's features for users, and "package -" for none,
+                               but those that other stages of tests/run build alone
 """
 
 import json
@@ -60,6 +61,16 @@ COMPOSERS = [
 
 # Features of hal that a member must not enable: the emulated hardware, and for the device also std.
 FORBIDDEN_FEATURES = {"sumac": {"emu"}, "sumac-device": {"emu", "std", "udp", "verbs"}}
+
+# What stages build alone, by package: with these features, '-' being none.
+BUILT_ALONE = {
+    "sumac-agent": ["-"],  # agent
+    "sumac-bare": ["-", "faults"],  # boards
+    "sumac-capi": ["-"],  # capi
+    "sumac-python": ["-"],  # python
+    "sumac-tests": ["-"],  # none: its programs are always built with the workspace
+    "sumac-virtio": ["-"],  # boards
+}
 
 # The fuzz targets' workspace.
 FUZZ = "tests/fuzz"
@@ -399,13 +410,34 @@ def layers():
             yield f"{crate}/src/{folder}/{file} is part of a dependency cycle; return values to the upper file"
 
 
+def is_forwarded(parts, feature, sources):
+    """Tell whether a feature only enables features of dependencies: its package has the same code with and without it.
+
+    >>> is_forwarded(["sumac/verbs"], "verbs", ["fn a() {}"])
+    True
+    >>> is_forwarded(["sumac/verbs"], "verbs", ['#[cfg(feature = "verbs")]'])
+    False
+    >>> is_forwarded(["sumac/verbs", "dep:libc"], "verbs", []) or is_forwarded([], "verbs", [])
+    False
+    """
+    only_forwards = bool(parts) and all("/" in part for part in parts)
+    return only_forwards and not any(f'feature = "{feature}"' in source for source in sources)
+
+
 def print_features():
     # Without those that only tests of the workspace enable, together with others.
     for package in sorted(members(metadata("--no-deps")), key=lambda package: package["name"]):
-        print(package["name"], "-")
-        for feature in sorted(package["features"]):
-            if feature not in ("default", PLANTED, "snapshot"):
-                print(package["name"], feature)
+        name, folder = package["name"], pathlib.Path(package["manifest_path"]).parent
+        sources = [file.read_text(encoding="utf-8") for file in (folder / "src").rglob("*.rs")]
+        # Where it ends, a forwarded feature is checked.
+        own = [
+            feature
+            for feature, parts in sorted(package["features"].items())
+            if feature not in ("default", PLANTED, "snapshot") and not is_forwarded(parts, feature, sources)
+        ]
+        for feature in ["-", *own]:
+            if feature not in BUILT_ALONE.get(name, []):
+                print(name, feature)
 
 
 def main():
