@@ -146,13 +146,15 @@ fn partial_result_over_two_levels_excludes_the_late_rank() {
                 // Later operations, with and without a limit, include the same ranks and do not wait for the excluded
                 // one.
                 let second = sum(&comm, &CallOptions::default());
-                let begun = Instant::now();
-                let third = sum(&comm, &partial(comm.rank()));
-                let again = begun.elapsed();
+                // Any of them may take long on a busy machine, but each would wait that long.
+                let timed = [(); 3].map(|()| (Instant::now(), sum(&comm, &partial(comm.rank())), Instant::now()));
+                let again = timed.iter().map(|(begun, _, ended)| *ended - *begun).min().expect("three");
                 gone_on.wait();
                 let (bits, outcome) = whole.expect("all ranks called");
                 assert!(bits == folded(&[0, 1, 2, 3]) && outcome.missing.is_empty());
-                let later = [first, second, third].map(|result| result.expect("the operation completes"));
+                let [third, fourth, fifth] = timed.map(|(_, result, _)| result);
+                let later = [first, second, third, fourth, fifth];
+                let later = later.map(|result| result.expect("the operation completes"));
                 assert!(took >= LIMIT / 2 && took < LIMIT * 10 && again < LIMIT, "{took:?}, {again:?}");
                 // The end of the excluded rank does not affect the others.
                 excluded.wait();

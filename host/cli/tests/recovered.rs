@@ -19,6 +19,10 @@ use sumac_hal::emu::Rng;
 /// Rounds of a job that recovers: two or three before the fault, the others after it.
 const ROUNDS: u64 = 5;
 
+/// The limit of attempts, as a multiple of the usual number, until one hits a call: the machine decides which moment a
+/// kill hits.
+const ATTEMPTS_PER_RUN: u64 = 10;
+
 /// More rounds than any test waits for.
 const UNLIMITED: u64 = 1 << 40;
 
@@ -54,24 +58,22 @@ fn memory_of(nth: u64) -> Memory {
     }
 }
 
-/// Assert that all rounds succeeded on all ranks, that at least one rank recovered within a call, and that the last
-/// round took the tree or did not; then end the members. Returns how many ranks recovered within a call.
-fn expect_success(members: Vec<Member>, is_by_tree: bool, context: &str) -> usize {
+/// Assert that all rounds succeeded on all ranks, and that the last one, unless it ended before the fault, took the
+/// tree or did not; then end the members. Returns how many ranks recovered within a call.
+fn expect_success(members: Vec<Member>, is_by_tree: bool, fault_ns: u64, context: &str) -> usize {
     let mut members = members;
     let endings: Vec<Ending> = members.iter_mut().map(Member::ending).collect();
+    let is_late = endings.iter().any(|ending| ending.at_ns < fault_ns);
     for ending in &endings {
         assert_eq!((ending.error.as_deref(), ending.rounds), (None, ROUNDS), "{context}: {ending:?}");
-        assert_eq!(ending.by_tree, is_by_tree, "{context}: {ending:?}");
+        assert!(is_late || ending.by_tree == is_by_tree, "{context}: {ending:?}");
     }
     // A rank outside calls takes part in the recovery, too, but has no call that reports it.
-    let repaired: Vec<&Vec<u64>> =
-        endings.iter().map(|ending| &ending.repaired).filter(|rounds| !rounds.is_empty()).collect();
-    assert!(!repaired.is_empty(), "{context}: {endings:?}");
+    let repaired = endings.iter().filter(|ending| !ending.repaired.is_empty()).count();
     for member in &mut members {
         let Recheck { changed } = member.recheck();
         assert_eq!(changed, 0, "{context}: elements changed after the last round");
     }
-    let repaired = repaired.len();
     members.into_iter().for_each(Member::end);
     repaired
 }
@@ -117,7 +119,10 @@ fn job_survives_device_killed_at_any_moment() {
     const KILLS: u64 = 12;
     let mut cluster = Cluster::start();
     let (mut in_a_call, mut ranks_of_all) = (0, 0);
-    for nth in 0..KILLS {
+    for nth in 0..ATTEMPTS_PER_RUN * KILLS {
+        if nth >= KILLS && in_a_call > 0 {
+            break;
+        }
         let memory = memory_of(nth);
         let profile = ["full", "full", "inline-reduce", "copy-only"][(nth % 4) as usize];
         let context = format!("kill {nth}, seed {nth}, {memory:?}, engine {profile}");
@@ -125,12 +130,14 @@ fn job_survives_device_killed_at_any_moment() {
         let device = cluster.device_with(&format!("device{nth}"), profile);
         let sockets = Sockets::of(device.pid());
         let members = job(&mut cluster, &mut rng, ranks, memory, ROUNDS);
+        let killed = now_ns();
         device.kill();
-        in_a_call += expect_success(members, false, &context);
+        in_a_call += expect_success(members, false, killed, &context);
         ranks_of_all += ranks;
         sockets.wait_until_gone(&context);
     }
-    println!("{KILLS} kills of a device: {in_a_call} of {ranks_of_all} ranks were in a call that was repaired");
+    println!("kills of a device: {in_a_call} of {ranks_of_all} ranks were in a call that was repaired");
+    assert!(in_a_call > 0, "no kill was in the middle of a call");
     cluster.end(Vec::new());
 }
 
@@ -138,30 +145,38 @@ fn job_survives_device_killed_at_any_moment() {
 fn job_whose_device_is_killed_moves_to_another_device() {
     const KILLS: u64 = 10;
     let mut cluster = Cluster::start();
-    let mut devices = two_devices(&cluster, 0);
-    for nth in 0..KILLS {
+    let (mut devices, mut in_a_call) = (two_devices(&cluster, 0), 0);
+    for nth in 0..ATTEMPTS_PER_RUN * KILLS {
+        if nth >= KILLS && in_a_call > 0 {
+            break;
+        }
         let memory = memory_of(nth);
         let context = format!("kill {nth}, seed {nth}, {memory:?}");
         let before: Vec<_> =
             devices.iter().map(|(name, device)| (name.clone(), DeviceMemory::of(device.pid()))).collect();
         let members = job(&mut cluster, &mut Rng::new(nth), 3, memory, ROUNDS);
         let (_, victim) = serving(&cluster, &mut devices);
+        let killed = now_ns();
         victim.kill();
-        expect_success(members, true, &context);
+        in_a_call += expect_success(members, true, killed, &context);
         let (name, left) = &devices[0];
         let (_, before) = before.iter().find(|(known, _)| known == name).expect("it was there");
         before.wait_for(left.pid(), &context);
         let name = format!("device{}c", nth + 1);
         devices.push((name.clone(), cluster.device(&name)));
     }
+    assert!(in_a_call > 0, "no kill was in the middle of a call");
     cluster.end(devices.into_iter().map(|(_, device)| device).collect());
 }
 
 #[test]
 fn job_survives_second_device_killed_during_recovery() {
     const KILLS: u64 = 10;
-    let mut cluster = Cluster::start();
-    for nth in 0..KILLS {
+    let (mut cluster, mut in_a_call) = (Cluster::start(), 0);
+    for nth in 0..ATTEMPTS_PER_RUN * KILLS {
+        if nth >= KILLS && in_a_call > 0 {
+            break;
+        }
         let memory = if nth % 3 == 1 { Memory::Plain } else { Memory::Registered };
         let context = format!("kills {nth}, seed {nth}, {memory:?}");
         let mut rng = Rng::new(nth);
@@ -170,9 +185,11 @@ fn job_survives_second_device_killed_during_recovery() {
         let (_, victim) = serving(&cluster, &mut devices);
         victim.kill();
         pause(&mut rng, 2 * RECOVERY_TIME);
+        let killed = now_ns();
         devices.into_iter().for_each(|(_, device)| device.kill());
-        expect_success(members, false, &context);
+        in_a_call += expect_success(members, false, killed, &context);
     }
+    assert!(in_a_call > 0, "no kill was in the middle of a call");
     cluster.end(Vec::new());
 }
 
@@ -208,19 +225,26 @@ fn survivors_name_rank_killed_during_recovery() {
 
 #[test]
 fn recovery_completes_without_controller() {
-    for nth in 0..8 {
+    const KILLS: u64 = 8;
+    let mut in_a_call = 0;
+    for nth in 0..ATTEMPTS_PER_RUN * KILLS {
+        if nth >= KILLS && in_a_call > 0 {
+            break;
+        }
         let memory = [Memory::Registered, Memory::Plain, Memory::Registered, Memory::Packets][(nth % 4) as usize];
         let context = format!("kills {nth}, seed {nth}, {memory:?}");
         let mut rng = Rng::new(nth);
         let mut cluster = Cluster::start();
         let device = cluster.device("device");
         let members = job(&mut cluster, &mut rng, 3, memory, ROUNDS);
+        let killed = now_ns();
         device.kill();
         pause(&mut rng, RECOVERY_TIME);
         cluster.kill_controller();
-        expect_success(members, false, &context);
+        in_a_call += expect_success(members, false, killed, &context);
         cluster.end(Vec::new());
     }
+    assert!(in_a_call > 0, "no kill was in the middle of a call");
 }
 
 /// Without a controller, a majority of ranks agrees on the failed rank; the survivor of two ranks ends as partitioned.
@@ -337,8 +361,9 @@ fn job_survives_stopped_device_which_writes_nothing_after_it_continues() {
         // Half of the devices continue while the ranks work, the others after the ranks' last round.
         if nth % 2 == 0 {
             while !members[0].round().repaired {}
+            // A call ends by its deadline at the latest, and the stop may have hit the end of one.
             let took = Duration::from_nanos(now_ns() - stopped);
-            assert!(took < DEADLINE, "{context}: {took:?}");
+            assert!(took < 2 * DEADLINE, "{context}: {took:?}");
             signal(devices[0].pid(), Signal::CONT);
         }
         let endings: Vec<Ending> = members.iter_mut().map(Member::ending).collect();
