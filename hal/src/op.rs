@@ -258,6 +258,8 @@ wire_enum! {
         HierarchicalPairwise = 34, "hier-pairwise";
         /// Reduce-scatter inside servers, a tree for each rail, all-gather inside.
         Hybrid = 35, "hybrid";
+        /// Reduce inside servers, all-reduce of their leaders in a tree, broadcast inside.
+        Rab = 36, "rab";
     }
 }
 

@@ -560,6 +560,10 @@ enum sumac_path
      * Reduce-scatter inside servers, a tree for each rail, all-gather inside.
      */
     SUMAC_PATH_HYBRID = 35,
+    /**
+     * Reduce inside servers, all-reduce of their leaders in a tree, broadcast inside.
+     */
+    SUMAC_PATH_RAB = 36,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L

@@ -126,6 +126,8 @@ pub enum Path {
     SUMAC_PATH_HIERARCHICAL_PAIRWISE = 34,
     /// Reduce-scatter inside servers, a tree for each rail, all-gather inside.
     SUMAC_PATH_HYBRID = 35,
+    /// Reduce inside servers, all-reduce of their leaders in a tree, broadcast inside.
+    SUMAC_PATH_RAB = 36,
 }
 
 /// Read a value of an outcome; `absent` for NULL.

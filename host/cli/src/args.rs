@@ -269,6 +269,7 @@ ENVIRONMENT
   SUMAC_HIERARCHICAL   1 to combine ranks that share a host there first, 0 not to [default: 1]
   SUMAC_TREES          most trees to spread large operations over; 0: as many as are faster [default: 0]
   SUMAC_HYBRID         1 to join a tree for each rail of servers, for the algorithm hybrid, 0 not to [default: 0]
+  SUMAC_RAB            1 to join a tree of the servers' leaders, for the algorithm rab, 0 not to [default: 0]
   SUMAC_RECOVER        1 to recover from lost devices, 0 to fail [default: 1]
   SUMAC_TENANT         tenant that the job is accounted to [default: default]
   SUMAC_WAIT_FOR_TREE  seconds to queue for a tree while joining [default: 0]

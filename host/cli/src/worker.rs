@@ -25,7 +25,7 @@ pub(crate) fn run() -> Result<(), Failure> {
     config.trees = job.trees;
     (config.memory, config.wait_policy) = (job.memory, job.wait_policy);
     config.shape = job.shape;
-    config.hybrid = job.hybrid;
+    (config.hybrid, config.rab) = (job.hybrid, job.rab);
     config.deadline = Duration::from_millis(job.deadline_ms);
     let communicator = Communicator::join(config).map_err(Failure::run)?;
     // A job that only explains shows the refusal.

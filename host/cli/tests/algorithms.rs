@@ -7,7 +7,7 @@ use serde_json::Value;
 use std::path::Path;
 
 /// The drawings of the guide: an algorithm, its collective, and how eight ranks lie.
-const DRAWINGS: [(&str, &str, &str); 25] = [
+const DRAWINGS: [(&str, &str, &str); 26] = [
     ("ring", "all_reduce", "line"),
     ("hd", "all_reduce", "line"),
     ("rd", "all_reduce", "line"),
@@ -27,6 +27,7 @@ const DRAWINGS: [(&str, &str, &str); 25] = [
     ("2d-mesh", "all_reduce", "2x4"),
     ("hier-ring", "all_reduce", "servers:4"),
     ("hybrid", "all_reduce", "servers:4"),
+    ("rab", "all_reduce", "servers:4"),
     ("chain", "all_reduce", "line"),
     ("bruck", "all_gather", "line"),
     ("pat", "all_gather", "line"),
@@ -88,6 +89,19 @@ fn hybrid_is_printed_with_the_trees_of_its_rails() {
     assert_eq!(json["trees"], expected);
 }
 
+#[test]
+fn rab_is_printed_with_the_tree_of_the_leaders() {
+    let args = ["plan", "--algo=rab", "--ranks=6", "--shape=servers:3", "--count=5"];
+    let expected = "rab: all_reduce of 5 elements, 6 ranks, servers:3\n\
+                    4 steps inside servers and 1 tree, which carries 5 elements at most; 8 messages in all\n\
+                    step  1  1->2 +0-4  4->5 +0-4\n\
+                    step  2  2->0 +0-4  5->3 +0-4\n\
+                    trees    0,3 +0-4\n\
+                    step  3  0->2 0-4  3->5 0-4\n\
+                    step  4  0->1 0-4  3->4 0-4\n";
+    assert_eq!(printed(&args), expected);
+}
+
 /// Each line of the table: the algorithm, its steps, what its busiest rank sends, and what the busiest links carry.
 fn table(args: &[&str]) -> Vec<(String, [f64; 3])> {
     let text = printed(&[&["plan", "--algo", "all"], args].concat());
@@ -126,13 +140,14 @@ fn algorithms_of_too_many_messages_are_not_counted() {
 
 #[test]
 fn invalid_request_is_refused_with_what_is_possible() {
-    let refused: [(&[&str], &str); 13] = [
+    let refused: [(&[&str], &str); 14] = [
         (&["plan", "--algo=quick"], "possible values: ring, hd"),
         (&["plan", "--algo=tree"], "possible values"),
         (&["plan", "--algo=van-de-geijn"], "there is no all_reduce by it, but broadcast"),
         (&["plan", "--algo=2d-ring"], "set --shape, as 2x4"),
         (&["plan", "--algo=hybrid", "--ranks=4"], "set --shape, as servers:4"),
         (&["plan", "--algo=hybrid", "--ranks=4096", "--shape=servers:2048"], "are printed: use fewer --ranks\n"),
+        (&["plan", "--algo=rab", "--ranks=4"], "--algo rab: it needs several servers of several ranks"),
         (&["plan", "--algo=hybrid", "--shape=servers:4", "--links=torus"], "its trees are in the network"),
         (&["plan", "--algo=hybrid", "--shape=servers:4", "--collective=reduce"], "there is no reduce by it"),
         (&["plan", "--algo=ring", "--ranks=6", "--shape=2x4"], "2x4 does not fit 6 ranks"),

@@ -58,6 +58,7 @@ const SETTINGS: [&str; 24] = [
     "hierarchical",
     "trees",
     "hybrid",
+    "rab",
     "tenant",
     "straggler",
     "progress",

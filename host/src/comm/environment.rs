@@ -105,6 +105,7 @@ impl JoinConfig {
     /// | `hierarchical` | `SUMAC_HIERARCHICAL` | `1` or `0` |
     /// | `trees` | `SUMAC_TREES` | a number, 0 to 255 |
     /// | `hybrid` | `SUMAC_HYBRID` | `1` or `0` |
+    /// | `rab` | `SUMAC_RAB` | `1` or `0` |
     /// | `tenant` | `SUMAC_TENANT` | default `default` |
     /// | `wait_for_tree` | `SUMAC_WAIT_FOR_TREE` | seconds |
     /// | `progress` | `SUMAC_PROGRESS` | `caller` or `thread` |
@@ -273,6 +274,7 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
         set(&mut config.recover, switch("SUMAC_RECOVER")?);
         set(&mut config.hierarchical, switch("SUMAC_HIERARCHICAL")?);
         set(&mut config.hybrid, switch("SUMAC_HYBRID")?);
+        set(&mut config.rab, switch("SUMAC_RAB")?);
         let progress = [("caller", Progress::Caller), ("thread", Progress::Thread)];
         set(&mut config.progress, self.one_of("SUMAC_PROGRESS", &progress)?.map(Some));
         set(&mut config.memory, self.one_of("SUMAC_MEMORY", &MemoryKind::NAMES)?);
@@ -376,7 +378,7 @@ fn warning(name: &str) -> Option<Warning> {
 const TESTS: &str = "SUMAC_TEST_";
 
 /// All variables that something reads: [`JoinConfig::from_env`], devices, and the `sumac` command.
-const KNOWN: [&str; 44] = [
+const KNOWN: [&str; 45] = [
     "SUMAC_ALGO",
     "SUMAC_BIND",
     "SUMAC_CARDS",
@@ -400,6 +402,7 @@ const KNOWN: [&str; 44] = [
     "SUMAC_ORDER",
     "SUMAC_PORT",
     "SUMAC_PROGRESS",
+    "SUMAC_RAB",
     "SUMAC_RANK",
     "SUMAC_RECOVER",
     "SUMAC_SHAPE",

@@ -9,7 +9,7 @@ mod stripes;
 mod terms;
 mod update;
 
-pub use rail_of::{RailOf, rail_name};
+pub use rail_of::{RailJobs, RailOf, rail_name};
 pub use refusal::JoinRefusal;
 pub use status::{
     DeviceStatus, FabricStatus, JobStatus, JobTree, PairRole, PairStatus, RankRange, RecoveryOutcome, RecoveryStatus,

@@ -14,7 +14,7 @@ use crate::exec::Buffers;
 use crate::exec::board::is_for_board;
 use crate::schedule::Schedule;
 use crate::schedule::hierarchical_pairwise::relayed;
-use crate::select::{Algo, RuledOut};
+use crate::select::{Algo, RuledOut, is_by_rails};
 use crate::transport::memory::Transfer;
 use crate::transport::packets::{MAX_OPS, OpId};
 use std::sync::Arc;
@@ -125,8 +125,8 @@ impl Core {
                 Some(decided) => (decided.chosen.clone(), Some(Arc::clone(&decided.schedule))),
                 None => (self.data.choose(&desc, options)?, None),
             };
-            if chosen.path == Path::Hybrid {
-                let block = self.run_hybrid((&desc, options), &chosen, buffers, deadline)?;
+            if is_by_rails(chosen.path) {
+                let block = self.run_by_rails((&desc, options), &chosen, buffers, deadline)?;
                 return Ok(self.data.outcome(&chosen, None, begun).with_block(block));
             }
             if chosen.path != Path::Tree {

@@ -39,7 +39,7 @@ pub(super) fn is_left_to_ranks(desc: &OpDesc, path: Path, limit: Option<Straggle
 const fn is_for_all(desc: &OpDesc, path: Path) -> bool {
     let is_for_all = match desc.collective {
         Collective::AllReduce | Collective::ReduceScatter | Collective::AllGather => {
-            !matches!(path, Path::Pairwise | Path::Hybrid)
+            !matches!(path, Path::Pairwise | Path::Hybrid | Path::Rab)
         }
         Collective::AllToAll => !matches!(path, Path::Hybrid),
         _ => false,

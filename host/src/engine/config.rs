@@ -3,7 +3,7 @@
 use super::options::{Progress, Straggler};
 use crate::config_file::ConfigFileError;
 use crate::controller::ControllerError;
-use crate::controller::proto::{DEFAULT_TENANT, RailGrant, Transport};
+use crate::controller::proto::{DEFAULT_TENANT, RailGrant, RailJobs, Transport};
 use crate::controller::{ClientError, ControllerAddr, TREES_MAX, first_reachable};
 use crate::exec::{MeshError, SharedMemory};
 use crate::local_address::{self, InterfaceFilter, LocalAddressError};
@@ -124,6 +124,11 @@ pub struct JoinConfig {
     /// there are no rails. Each rank names its own adapter in [`host`](Self::host). Must be the same on all ranks.
     /// Default false.
     pub hybrid: bool,
+    /// Whether the leaders of servers, the first rank of each, also join a tree of their own, for
+    /// [`Algo::Rab`]. They do, too, if [`algo`](Self::algo) is that, and with [`hybrid`](Self::hybrid), whose first
+    /// rail is theirs. Shape and hosts are as for [`hybrid`](Self::hybrid). Must be the same on all ranks. Default
+    /// false.
+    pub rab: bool,
     /// Who drives started operations and messages. Ranks may differ. `None`, the default: callers do
     /// ([`Progress::Caller`]). The libraries for C and Python use [`Progress::Thread`] then.
     pub progress: Option<Progress>,
@@ -176,14 +181,21 @@ impl JoinConfig {
             wait_policy: WaitPolicy::Auto,
             trees: 0,
             hybrid: false,
+            rab: false,
             progress: None,
             host_devices: default_host_devices(),
         }
     }
 
-    /// Return whether ranks join their rails, too.
-    pub(super) fn joins_rails(&self) -> bool {
-        self.hybrid || self.algo == Algo::Hybrid
+    /// Return which rails ranks join, too.
+    pub(super) fn rail_jobs(&self) -> RailJobs {
+        match self.algo {
+            _ if self.hybrid => RailJobs::All,
+            Algo::Hybrid => RailJobs::All,
+            _ if self.rab => RailJobs::Leaders,
+            Algo::Rab => RailJobs::Leaders,
+            _ => RailJobs::None,
+        }
     }
 
     /// Become another rank of another number of ranks. A shape is that of all ranks together: others have none.

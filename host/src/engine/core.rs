@@ -9,6 +9,7 @@ use super::config::JoinConfig;
 use super::data_path::{DataPath, Deadline};
 use super::element::Element;
 use super::error::{Error, OutputState};
+use super::inside::Inside;
 use super::membership::MembershipChannel;
 use super::notices::Notices;
 use super::operations::CounterSnapshot;
@@ -16,6 +17,7 @@ use super::options::{CallOptions, Outstanding, Recoveries};
 use super::rail::Rail;
 use super::thread_progress::ThreadProgress;
 use super::tree::Tree;
+use crate::controller::proto::RailJobs;
 use crate::controller::{ClientError, Controller, Session};
 use crate::deadline::after;
 use crate::exec::{ExecError, JobSecret};
@@ -32,6 +34,10 @@ use sumac_hal::op::{Collective, OpDesc};
 pub(super) const NO_RAILS_ASKED: &str =
     "the ranks have not joined rails; set SUMAC_HYBRID=1 alike on all of them, or join with the algorithm hybrid";
 
+/// Why the leaders of servers have no tree unless the configuration asks for one.
+pub(super) const NO_LEADERS_ASKED: &str =
+    "the leaders of servers have not joined a tree; set SUMAC_RAB=1 alike on all ranks, or join with the algorithm rab";
+
 /// A communicator: its data path, and its membership in the job.
 pub(crate) struct Core {
     pub(super) data: DataPath,
@@ -40,8 +46,10 @@ pub(crate) struct Core {
     is_end_unreported: bool,
     /// The number of successful recoveries, and their total time.
     pub(super) recoveries: (u32, Duration),
-    /// This rank's rail, if the ranks have joined some.
+    /// This rank's rail, if it has joined one.
     pub(super) rail: Option<Arc<Rail>>,
+    /// The parts inside servers of the last operation that had some.
+    pub(super) inside: Option<Arc<Inside>>,
     splits: u64,
 }
 
@@ -70,7 +78,15 @@ impl std::fmt::Debug for Core {
 
 impl Core {
     pub(super) const fn new(data: DataPath, members: Members) -> Self {
-        Self { data, members, is_end_unreported: false, recoveries: (0, Duration::ZERO), rail: None, splits: 0 }
+        Self {
+            data,
+            members,
+            is_end_unreported: false,
+            recoveries: (0, Duration::ZERO),
+            rail: None,
+            inside: None,
+            splits: 0,
+        }
     }
 
     /// Leave progress to a thread.
@@ -134,14 +150,12 @@ impl Core {
         self.rail.as_ref().map_or(own, |rail| rail.recoveries(own))
     }
 
-    /// Continue with a rail and what operations are selected by, or with the reason why there is none.
-    pub(super) fn set_rail(&mut self, rail: Result<(Arc<Rail>, TreeFacts), String>) {
-        let (rail, rails) = match rail {
-            Ok((rail, facts)) => (Some(rail), Ok(facts)),
-            Err(why) => (None, Err(why)),
-        };
+    /// Continue with this rank's rail, if it has one, and with what rails are selected by, or why there are none.
+    pub(super) fn set_rail(&mut self, joins: RailJobs, rail: Option<Arc<Rail>>, facts: Result<TreeFacts, String>) {
         self.rail = rail;
-        self.data.selection.install(SelectionContext { rails, ..self.selection_context() });
+        let context = self.selection_context();
+        let rails = if joins == RailJobs::All { facts.clone() } else { context.rails.clone() };
+        self.data.selection.install(SelectionContext { rails, leaders: facts, ..context });
     }
 
     /// Return this rank's rail, if it has one.

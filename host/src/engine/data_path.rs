@@ -23,7 +23,7 @@ use super::watch::Watch;
 use crate::exec::Buffers;
 use crate::recovery::Watermark;
 use crate::schedule::{ALGORITHMS, Place, Problem, Schedule, Shape, hierarchical_pairwise};
-use crate::select::Algo;
+use crate::select::{Algo, is_by_rails};
 use crate::transport::memory::Transfer;
 use crate::transport::packets::OpId;
 use std::ops::ControlFlow;
@@ -290,7 +290,7 @@ impl DataPath {
             }
         }
         let schedule = match (started.schedule.take(), started.chosen.path) {
-            (None, path) if path != Path::Hybrid => self.schedule(&desc, path, owned.is_in_place()).map(Some),
+            (None, path) if !is_by_rails(path) => self.schedule(&desc, path, owned.is_in_place()).map(Some),
             (schedule, _) => Ok(schedule),
         };
         let announced = schedule.and_then(|schedule| Ok((self.announce(&desc, &started.chosen, limit)?, schedule)));

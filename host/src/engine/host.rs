@@ -16,7 +16,7 @@ use super::operations::{Awaited, NextStep};
 use super::options::CallOptions;
 use crate::exec::{Buffers, ExecError, Execution, Interrupt, Status};
 use crate::schedule::Schedule;
-use crate::select::hybrid_part;
+use crate::select::{is_by_rails, part_of};
 use crate::transport::packets::OpId;
 use std::ops::ControlFlow;
 use std::os::fd::BorrowedFd;
@@ -135,7 +135,7 @@ impl Core {
         deadline: Deadline,
     ) -> Result<(), Error> {
         // The parts of one by the rails do not finish it.
-        let kernel = if path == Path::Hybrid { kernel(&hybrid_part(desc)) } else { kernel(desc) };
+        let kernel = if is_by_rails(path) { kernel(&part_of(desc)) } else { kernel(desc) };
         let table_version = self.data.selection.context().table.version;
         self.with_connections(|core, connections| {
             let ctx = connections.next((desc, path, number), table_version, deadline.0);
@@ -246,8 +246,8 @@ impl Core {
         // The tree of this number may be gone when the schedule has run.
         let announced = started.tree_op.take();
         let result = started.buffers.as_mut().map_or(Ok(None), |owned| {
-            if path == Path::Hybrid {
-                return self.run_parts(&desc, owned.borrow_buffers(), announced, deadline).map(Some);
+            if is_by_rails(path) {
+                return self.run_parts((&desc, path), owned.borrow_buffers(), announced, deadline);
             }
             let none = || Error::Argument(format!("{desc} was started without a schedule")).ending();
             let schedule = started.schedule.as_deref().ok_or_else(none)?;
@@ -260,10 +260,7 @@ impl Core {
         });
         let result = result.map_err(|error| self.end(error, &desc, started.begun));
         let outcome = self.data.outcome(&started.chosen, None, started.begun);
-        let ended = result.clone().map(|block| match block {
-            Some(block) => outcome.with_block(block),
-            None => outcome,
-        });
+        let ended = result.clone().map(|block| outcome.with_block(block));
         self.data.operations.end_schedule(handle, started, ended);
         result.map(|_| ())
     }

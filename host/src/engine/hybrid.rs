@@ -12,6 +12,10 @@
 //!
 //! [`crate::schedule::hybrid`] has the schedules inside, and the proof that the three parts are an all-reduce.
 //!
+//! [`Path::Rab`] has the same three parts: a reduction to the server's first rank, its leader; an all-reduce of
+//! everything by the leaders' rail; and a broadcast from the leader ([`crate::schedule::rab`]). The other ranks need no
+//! rail, and go from the first part to the last.
+//!
 //! While a rail reduces, on a thread, this rank's caller drives the communicator beside it: other ranks may have to
 //! change its view before they come to the call. Blocks of a rail whose tree is lost are recovered there; later ones
 //! take host collectives of the rail until it has another tree.
@@ -26,18 +30,20 @@ use super::core::Core;
 use super::data_path::Deadline;
 use super::decided::Chosen;
 use super::error::{Error, OutputState};
+use super::inside::Inside;
 use super::options::{CallOptions, Outcome, Straggler};
 use super::rail::Rail;
 use crate::exec::{Buffers, ExecError, Execution, Interrupt, Mesh, Status};
 use crate::schedule::Schedule;
-use crate::select::{RuledOut, hybrid_part};
+use crate::schedule::hybrid::servers;
+use crate::select::{RuledOut, part_of};
 use crate::transport::packets::OpId;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use std::io;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Instant;
 use sumac_hal::ids::Rank;
@@ -103,54 +109,70 @@ impl HostWork for AwaitRail<'_> {
 }
 
 impl Core {
-    /// Run an all-reduce by the rails. Earlier started operations run first. Returns the outcome of this rank's block.
-    pub(super) fn run_hybrid(
+    /// Run an all-reduce by the rails. Earlier started operations run first. Returns the outcome of this rank's block,
+    /// if it has one.
+    pub(super) fn run_by_rails(
         &mut self,
         (desc, options): (&OpDesc, &CallOptions),
         chosen: &Chosen,
         buffers: Buffers<'_>,
         deadline: Deadline,
-    ) -> Result<Outcome, Error> {
+    ) -> Result<Option<Outcome>, Error> {
         let announced = self.announce_call((desc, options), chosen, deadline)?;
-        self.run_parts(desc, buffers, announced, deadline)
+        self.run_parts((desc, chosen.path), buffers, announced, deadline)
     }
 
     /// Run the parts of an all-reduce by the rails, which was announced to the tree.
     pub(super) fn run_parts(
         &mut self,
-        desc: &OpDesc,
+        (desc, path): (&OpDesc, Path),
         mut buffers: Buffers<'_>,
         announced: Option<OpId>,
         deadline: Deadline,
-    ) -> Result<Outcome, Error> {
-        let none = || Error::NotPossible(RuledOut::Hybrid("this rank has no rail".into())).ending();
-        let rail = self.rail.clone().ok_or_else(none)?;
-        let (place, view) = (self.data.place, self.data.tree.view());
-        let count = usize::try_from(desc.count).map_err(|_| Error::Argument(format!("{} elements", desc.count)))?;
-        let phases = rail.phases(place, count);
-        let [scatter, gather] = &*phases;
-        self.run_announced((desc, Path::Hybrid), scatter, buffers.reborrow(), announced, deadline)?;
-        let block = rail.block(place, count);
-        let part = OpDesc { count: block.len as u64, ..hybrid_part(desc) };
-        let each = desc.element_bytes();
-        let bytes = block.start * each..block.end() * each;
+    ) -> Result<Option<Outcome>, Error> {
+        let view = self.data.tree.view();
+        let inside = self.inside(path, desc)?;
+        let [first, last] = &inside.phases;
+        let rail = inside.block.map(|block| self.rail.clone().map(|rail| (rail, block)).ok_or_else(|| no_rail(path)));
+        let rail = rail.transpose()?;
+        self.run_announced((desc, path), first, buffers.reborrow(), announced, deadline)?;
         // A new tree does not know the announcement.
         let announced_in = |core: &Self| announced.filter(|_| core.data.tree.view() == view);
-        let outcome = match self.run_rail(&rail, part, block_of(&mut buffers, bytes.clone()), deadline)? {
-            Ok(outcome) => outcome,
-            Err(error) => {
-                let error = rail.error_of_whole(error, (&part, desc), place);
-                return Err(self.end_parts((desc, gather), buffers, error, (announced_in(self), deadline)));
+        let mut outcome = None;
+        if let Some((rail, block)) = rail {
+            let part = OpDesc { count: block.len as u64, ..part_of(desc) };
+            let each = desc.element_bytes();
+            let bytes = block.start * each..block.end() * each;
+            match self.run_rail(&rail, part, block_of(&mut buffers, bytes.clone()), deadline)? {
+                Ok(reduced) => outcome = Some(reduced),
+                Err(error) => {
+                    let error = rail.error_of_whole(error, (&part, desc), self.data.place);
+                    return Err(self.end_parts((desc, path, last), buffers, error, (announced_in(self), deadline)));
+                }
             }
-        };
-        if desc.op == Some(ReduceOp::Avg) {
-            let kernel = desc.dtype.and_then(|dtype| Kernel::new(dtype, ReduceOp::Avg));
-            let block = block_of(&mut buffers, bytes);
-            kernel.into_iter().for_each(|kernel| _ = kernel.finish(block, part.count as usize, place.ranks()));
+            if desc.op == Some(ReduceOp::Avg) {
+                let kernel = desc.dtype.and_then(|dtype| Kernel::new(dtype, ReduceOp::Avg));
+                let (block, ranks) = (block_of(&mut buffers, bytes), self.data.place.ranks());
+                kernel.into_iter().for_each(|kernel| _ = kernel.finish(block, part.count as usize, ranks));
+            }
         }
         let announced = announced_in(self);
-        self.run_announced((desc, Path::Hybrid), gather, buffers, announced, deadline)?;
+        self.run_announced((desc, path), last, buffers, announced, deadline)?;
         Ok(outcome)
+    }
+
+    /// Return the parts of an operation inside servers: those of the last one, if it was alike.
+    fn inside(&mut self, path: Path, desc: &OpDesc) -> Result<Arc<Inside>, Error> {
+        let count = usize::try_from(desc.count).map_err(|_| Error::Argument(format!("{} elements", desc.count)))?;
+        if let Some(inside) = self.inside.as_ref().filter(|inside| inside.is_of(path, count)) {
+            return Ok(Arc::clone(inside));
+        }
+        let place = self.data.place;
+        let shape = self.data.selection.context().shape_of(place.ranks());
+        let [_, each] = servers(shape, place.ranks()).ok_or_else(|| no_rail(path))?;
+        let inside = Arc::new(Inside::new(path, place, count, each));
+        self.inside = Some(Arc::clone(&inside));
+        Ok(inside)
     }
 
     /// Reduce a block by this rank's rail, on a thread, and drive the communicator meanwhile. Returns its result.
@@ -199,7 +221,7 @@ impl Core {
     /// mismatch that the tree knows of; the other ranks of the server, which wait for this one, are told of others.
     fn end_parts(
         &mut self,
-        (desc, gather): (&OpDesc, &Schedule),
+        (desc, path, last): (&OpDesc, Path, &Schedule),
         buffers: Buffers<'_>,
         error: Error,
         (announced, deadline): (Option<OpId>, Deadline),
@@ -217,13 +239,18 @@ impl Core {
             };
             // The error says what happened; what telling the others of it meets says nothing more.
             let _ = self.with_connections(|_, connections| {
-                let ctx = connections.next((desc, Path::Hybrid, number), version, deadline.0);
-                Execution::new(&mut connections.mesh, gather, None, buffers, &ctx)?.cancel(reason);
+                let ctx = connections.next((desc, path, number), version, deadline.0);
+                Execution::new(&mut connections.mesh, last, None, buffers, &ctx)?.cancel(reason);
                 Ok(())
             });
         }
         error.with_output(OutputState::Unspecified)
     }
+}
+
+/// The error of a rank without the rail that the operation needs.
+fn no_rail(path: Path) -> Error {
+    Error::NotPossible(RuledOut::Rails { path: path.name(), why: "this rank has no rail".into() }).ending()
 }
 
 /// A block of the output.

@@ -3,7 +3,7 @@
 use super::compare::Comparison;
 use super::config::{JoinConfig, JoinError};
 use super::connections::{Connections, HostPath};
-use super::core::{Core, Members, NO_RAILS_ASKED};
+use super::core::{Core, Members, NO_LEADERS_ASKED, NO_RAILS_ASKED};
 use super::data_path::DataPath;
 use super::embedded;
 use super::membership::MembershipChannel;
@@ -92,6 +92,7 @@ pub(crate) fn join_as(mut config: JoinConfig, part: Option<PartOf>) -> Result<(C
         declared: Declared::new(membership.expression, world, config.order, membership.shape)
             .map_err(|error| JoinError::Membership(error.to_string()))?,
         rails: Err(NO_RAILS_ASKED.into()),
+        leaders: Err(NO_LEADERS_ASKED.into()),
         table: membership.table,
         memory: config.memory,
     };
@@ -177,7 +178,7 @@ fn join_request(
             trees: config.trees,
             rails: config.rails_len(),
             stripe: None,
-            hybrid: config.joins_rails(),
+            rail_jobs: config.rail_jobs(),
             rail: None,
             shape: config.shape,
         },

@@ -51,6 +51,7 @@ pub(crate) mod harness;
 mod host;
 mod hybrid;
 mod in_flight;
+mod inside;
 #[cfg(test)]
 mod interleavings;
 mod join;

@@ -51,8 +51,9 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    /// Add what a rail did with its block to the outcome of the operation.
-    pub(super) fn with_block(mut self, block: Self) -> Self {
+    /// Add what this rank's rail did with its block to the outcome of the operation, if it had one.
+    pub(super) fn with_block(mut self, block: Option<Self>) -> Self {
+        let Some(block) = block else { return self };
         if block.path != Path::Tree {
             let why = block.fallback.unwrap_or_else(|| Arc::from(block.path.name()));
             self.fallback.get_or_insert(format!("this rank's rail: {why}").into());

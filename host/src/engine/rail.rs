@@ -9,9 +9,9 @@ use super::error::{Error, OutputState};
 use super::notices::Notices;
 use super::options::{CallOptions, Outcome, Recoveries};
 use super::shares::error_of_whole;
-use crate::schedule::{Place, Schedule, Span, hybrid};
+use crate::schedule::Place;
 use std::fmt::Debug;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::OpDesc;
@@ -41,17 +41,12 @@ pub(crate) struct Rail {
     notices: Arc<Notices>,
     /// The number of ranks on each server.
     each: u32,
-    /// The schedules inside servers of the last operation, and its number of elements.
-    phases: Mutex<Option<(usize, Arc<Phases>)>>,
 }
-
-/// The reduce-scatter and the all-gather inside servers.
-type Phases = [Schedule; 2];
 
 impl Rail {
     /// Hold the rail of a rank on servers of `each` ranks.
-    pub(super) fn new(core: Box<dyn RailCore>, notices: Arc<Notices>, each: u32) -> Self {
-        Self { core, notices, each, phases: Mutex::default() }
+    pub(super) const fn new(core: Box<dyn RailCore>, notices: Arc<Notices>, each: u32) -> Self {
+        Self { core, notices, each }
     }
 
     /// Reduce a block of this rank in place.
@@ -65,23 +60,6 @@ impl Rail {
     /// Return the notices of the rail.
     pub(crate) const fn notices(&self) -> &Arc<Notices> {
         &self.notices
-    }
-
-    /// Return the block of this rank.
-    pub(super) fn block(&self, place: Place, count: usize) -> Span {
-        hybrid::block_of(place, count, self.each)
-    }
-
-    /// Return the schedules inside servers.
-    pub(super) fn phases(&self, place: Place, count: usize) -> Arc<Phases> {
-        let mut kept = self.phases.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, phases)) = kept.as_ref().filter(|(of, _)| *of == count) {
-            return Arc::clone(phases);
-        }
-        let make = [hybrid::reduce_scatter_inside, hybrid::all_gather_inside];
-        let phases = Arc::new(make.map(|make| make(place, count, self.each)));
-        *kept = Some((count, Arc::clone(&phases)));
-        phases
     }
 
     /// The communicator's operation has failed: the rail's, which runs, need not wait.

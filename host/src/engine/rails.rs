@@ -3,8 +3,10 @@
 //! Ranks join their rail after their communicator, and agree on what they select by: each property is the worst that
 //! any rail's tree has. So it is the same on all ranks, and if a rail has no tree, no rank takes `hybrid`.
 //!
-//! Invariant: there are rails on all ranks, if every rank has joined one with a tree, or on none, and then each has a
-//! reason.
+//! For `rab` the leaders of servers join the first rail alone, and the other ranks none.
+//!
+//! Invariant: there are rails on all ranks that are to join one, if each has joined one with a tree, or on none, and
+//! then all ranks have a reason.
 
 use super::config::{JoinConfig, JoinError};
 use super::core::Core;
@@ -15,9 +17,9 @@ use super::options::{CallOptions, Outcome, Progress, Recoveries, Straggler};
 use super::rail::{Rail, RailCore};
 use super::shared::SharedCore;
 use crate::controller::TREES_MAX;
-use crate::controller::proto::{RailOf, rail_name};
+use crate::controller::proto::{RailJobs, RailOf, rail_name};
 use crate::exec::Buffers;
-use crate::schedule::{Place, hybrid};
+use crate::schedule::{Place, hybrid, rab};
 use crate::select::{Algo, LinkFacts, PathTimes, TreeFacts};
 use std::sync::Arc;
 use std::time::Duration;
@@ -54,24 +56,31 @@ pub(crate) fn join_rails(main: &SharedCore) -> Result<(), JoinError> {
     let ended = |error: Error| JoinError::Membership(error.to_string());
     let mut core = main.lock().map_err(ended)?;
     let config = core.config().clone();
-    if !config.joins_rails() {
+    let joins = config.rail_jobs();
+    if joins == RailJobs::None {
         return Ok(());
     }
     let (shape, place) = (core.selection_context().shape, core.place());
+    let is_all = joins == RailJobs::All;
     let joined = match hybrid::servers(shape, place.ranks()) {
-        Some([_, each]) if each > TREES_MAX.into() => Err(format!("{each} rails, of at most {TREES_MAX}")),
-        Some(servers) => {
-            let joined = join_rail(&config, place, servers);
+        Some([_, each]) if is_all && each > TREES_MAX.into() => Err(format!("{each} rails, of at most {TREES_MAX}")),
+        Some([servers, each]) => {
+            let has_rail = is_all || rab::is_leader(place.rank(), each);
+            let joined = has_rail.then(|| join_rail(&config, place, [servers, each])).transpose();
             agree(&mut core, joined).map_err(ended)?
         }
         None => Err(format!("{} ranks of shape {shape} are not on servers of several", place.ranks())),
     };
-    let (job, rank) = (&config.job, config.rank);
+    let (job, rank, rails) = (&config.job, config.rank, joins);
     match &joined {
-        Ok(_) => crate::log::info!(job, rank, "all rails have trees"),
-        Err(why) => crate::log::warn!(job, rank, why, "no rails: no operation takes hybrid"),
+        Ok(_) => crate::log::info!(job, rank, %rails, "the rails have trees"),
+        Err(why) => crate::log::warn!(job, rank, %rails, why, "no rails: no operation takes hybrid or rab"),
     }
-    core.set_rail(joined);
+    let (rail, facts) = match joined {
+        Ok((rail, facts)) => (rail, Ok(facts)),
+        Err(why) => (None, Err(why)),
+    };
+    core.set_rail(joins, rail, facts);
     Ok(())
 }
 
@@ -82,7 +91,7 @@ fn join_rail(config: &JoinConfig, place: Place, [servers, each]: [u32; 2]) -> Re
     let of = RailOf { job: std::mem::take(&mut config.job), index };
     config.job = rail_name(&of.job, index);
     config.become_rank(server, servers);
-    (config.trees, config.hybrid, config.algo) = (1, false, Algo::Auto);
+    (config.trees, config.hybrid, config.rab, config.algo) = (1, false, false, Algo::Auto);
     config.join_timeout = config.join_timeout.min(JOIN_TIMEOUT);
     (config.embedded_controller, config.hierarchical) = (false, false);
     // Whoever drives the communicator drives its rail.
@@ -103,13 +112,15 @@ fn join_rail(config: &JoinConfig, place: Place, [servers, each]: [u32; 2]) -> Re
     }
 }
 
-/// Agree with all ranks on whether every rail has a tree, and on what is selected by.
+/// Agree with all ranks on whether every rail has a tree, and on what is selected by. Those that join none agree
+/// with the others.
 fn agree(
     main: &mut Core,
-    joined: Result<(Rail, TreeFacts), String>,
-) -> Result<Result<(Arc<Rail>, TreeFacts), String>, Error> {
+    joined: Result<Option<(Rail, TreeFacts)>, String>,
+) -> Result<Result<(Option<Arc<Rail>>, TreeFacts), String>, Error> {
     let (rail, own) = match joined {
-        Ok((rail, facts)) => (Ok(rail), Worst::of(&facts)),
+        Ok(Some((rail, facts))) => (Ok(Some(rail)), Worst::of(&facts)),
+        Ok(None) => (Ok(None), Worst([u64::MAX; WORST_LEN])),
         Err(why) => (Err(why), Worst([0; WORST_LEN])),
     };
     let mut worst = own.0;
@@ -123,9 +134,9 @@ fn agree(
     run(ReduceOp::Min, least)?;
     let agreed = Worst(worst).facts();
     Ok(match (rail, agreed) {
-        (Ok(rail), Some(facts)) => Ok((Arc::new(rail), facts)),
+        (Ok(rail), Some(facts)) => Ok((rail.map(Arc::new), facts)),
         (Ok(rail), None) => {
-            rail.leave(LEAVE_TIMEOUT);
+            rail.into_iter().for_each(|rail| _ = rail.leave(LEAVE_TIMEOUT));
             Err("another rail has no tree; the log of its ranks says why".into())
         }
         (Err(why), _) => Err(why),

@@ -246,6 +246,7 @@ mod tests {
             order: Order::Arrival,
             tree,
             rails: Err("not joined".into()),
+            leaders: Err("not joined".into()),
             table,
             declared,
             memory: crate::MemoryKind::Registered,

@@ -90,10 +90,11 @@ pub(super) fn selection_context(
     let children = (0..ranks).map(|rank| Child::Rank(Rank(rank))).collect();
     shape.check(ranks).map_err(|error| invalid(&error))?;
     let declared = Declared::new(vec![children], ranks, order, shape).map_err(|error| invalid(&error))?;
-    let (tree, rails) = (Err(no_tree.into()), Err("they are of ranks with memory of the host".into()));
+    let no_rails = || Err("they are of ranks with memory of the host".into());
+    let (tree, rails, leaders) = (Err(no_tree.into()), no_rails(), no_rails());
     // Its buffers are in the memory of GPUs.
     let memory = MemoryKind::Registered;
-    Ok(SelectionContext { ranks, ranks_per_host: 1, shape, order, tree, rails, table, declared, memory })
+    Ok(SelectionContext { ranks, ranks_per_host: 1, shape, order, tree, rails, leaders, table, declared, memory })
 }
 
 /// Several ranks on one GPU, each with its own stream. See [`super`].

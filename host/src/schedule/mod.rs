@@ -83,6 +83,7 @@
 //! | [`hierarchical_ring::reduce_scatter`], [`hierarchical_ring::all_gather`] | 1 + G-1 | n(p-1)/p | n(p-1)/p; 0 | n(p-1)/p |
 //! | [`hierarchical_pairwise::all_to_all`], [`all_to_all_v`](hierarchical_pairwise::relayed::all_to_all_v) | 1 + G-1, one of m-1 messages | n ((m-1)/m + (G-1)/G) | 0 | as the path |
 //! | [`hybrid::reduce_scatter_inside`], [`hybrid::all_gather_inside`], servers of m ranks: parts around a tree | m-1 | n(m-1)/m | n(m-1)/m; 0 | n(m-1)/m |
+//! | [`rab::reduce_inside`], [`rab::broadcast_inside`], servers of m ranks: parts around a tree | as [`binomial`], [`chain`] or [`double_tree`] of m ranks | | | |
 //!
 //! The last ones use the [`Shape`] of the ranks; Swing does where it is a torus of powers of two.
 //!
@@ -121,6 +122,7 @@ pub mod one_shot;
 pub mod pairwise;
 pub mod pat;
 mod pipeline;
+pub mod rab;
 pub mod recursive_doubling;
 pub mod ring;
 pub mod ring_2d;

@@ -41,6 +41,11 @@ impl Place {
         self.ranks
     }
 
+    /// Return the place among the ranks of its row of `each` ranks, at least one.
+    pub(super) const fn in_row(self, each: u32) -> Self {
+        Self { rank: self.rank % each, ranks: each }
+    }
+
     /// Return the rank `distance` places after this one, modulo the number of ranks.
     pub(crate) const fn after(self, distance: u32) -> Rank {
         Rank(((self.rank as u64 + distance as u64) % self.ranks as u64) as u32)

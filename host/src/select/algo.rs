@@ -67,11 +67,13 @@ pub enum Algo {
     HierarchicalPairwise,
     /// Reduce-scatter inside servers, a tree for each rail, all-gather inside.
     Hybrid,
+    /// Reduce inside servers, all-reduce of their leaders in a tree, broadcast inside.
+    Rab,
 }
 
 impl Algo {
     /// All algorithms.
-    pub const ALL: [Self; 28] = [
+    pub const ALL: [Self; 29] = [
         Self::Auto,
         Self::Tree,
         Self::Ring,
@@ -100,6 +102,7 @@ impl Algo {
         Self::Chain,
         Self::HierarchicalPairwise,
         Self::Hybrid,
+        Self::Rab,
     ];
 
     /// The name on the command line.
@@ -140,6 +143,7 @@ impl Algo {
             Self::Chain => Path::Chain,
             Self::HierarchicalPairwise => Path::HierarchicalPairwise,
             Self::Hybrid => Path::Hybrid,
+            Self::Rab => Path::Rab,
         })
     }
 }

@@ -1,19 +1,30 @@
-//! The cost of `hybrid`, and when it is possible.
+//! The cost of `hybrid` and `rab`, and when they are possible.
 //!
-//! On G servers of m ranks: a ring reduce-scatter of n elements inside each server, the tree of each rail for n/m
-//! elements over G ranks, all rails at once, and a ring all-gather inside. The facts of the rails are agreed on when
-//! they are joined, so the cost is the same on all ranks.
+//! On G servers of m ranks, for n elements:
+//!
+//! | path | inside each server | between servers |
+//! |---|---|---|
+//! | `hybrid` | a ring reduce-scatter and a ring all-gather | the tree of each rail, n/m over G ranks, all rails at once |
+//! | `rab` | a reduction to the leader and a broadcast from it | the tree of the leaders, n over G ranks |
+//!
+//! The facts of these trees are agreed on when they are joined, so costs are the same on all ranks.
 
 use super::model::{schedule_form, tree_form};
 use super::{CurveKind, JobFacts, RuledOut, SelectionContext, TreeFacts};
 use super::{bytes, copies_seconds, curve, depends_on_order, supports};
 use crate::memory_kind::MemoryKind;
-use crate::schedule::{Algorithm, Shape, hybrid};
-use sumac_hal::op::{OpDesc, Path, ReduceOp};
+use crate::schedule::{Algorithm, Shape, hybrid, rab};
+use sumac_hal::ids::Rank;
+use sumac_hal::op::{Collective, OpDesc, Path, ReduceOp};
+
+/// Return whether a path has parts inside servers and parts by their rails.
+pub(crate) const fn is_by_rails(path: Path) -> bool {
+    matches!(path, Path::Hybrid | Path::Rab)
+}
 
 /// Return the operation that servers and rails run parts of: the contributions to a sum have been scaled before, and an
 /// average is divided after the last of them.
-pub(crate) fn hybrid_part(desc: &OpDesc) -> OpDesc {
+pub(crate) fn part_of(desc: &OpDesc) -> OpDesc {
     match desc.op {
         Some(ReduceOp::Avg | ReduceOp::PremulSum) => OpDesc { op: Some(ReduceOp::Sum), ..*desc },
         _ => *desc,
@@ -21,64 +32,67 @@ pub(crate) fn hybrid_part(desc: &OpDesc) -> OpDesc {
 }
 
 /// The cost in seconds, or why it is not possible.
-pub(super) fn cost(selection: &SelectionContext, desc: &OpDesc) -> Result<f64, RuledOut> {
-    let SelectionContext { ranks, shape, order, ref rails, ref table, .. } = *selection;
-    let path = Path::Hybrid.name();
-    let [servers, each] = hybrid::servers(shape, ranks).ok_or(RuledOut::Shape { path, shape, ranks })?;
-    let rails = rails.as_ref().map_err(|why| RuledOut::Hybrid(why.clone()))?;
+pub(super) fn cost(selection: &SelectionContext, desc: &OpDesc, by: Path) -> Result<f64, RuledOut> {
+    let SelectionContext { ranks, shape, order, ref table, .. } = *selection;
+    let path = by.name();
+    let servers = hybrid::servers(shape, ranks).ok_or(RuledOut::Shape { path, shape, ranks })?;
+    let trees = if by == Path::Rab { &selection.leaders } else { &selection.rails };
+    let trees = trees.as_ref().map_err(|why| RuledOut::Rails { path, why: why.clone() })?;
     if depends_on_order(order, desc) {
-        let why = "each rail combines in its own tree what servers have combined before".into();
+        let why = "trees between servers combine what each server has combined before".into();
         return Err(RuledOut::Order { path, order, why });
     }
-    let part = hybrid_part(desc);
+    let part = part_of(desc);
     if desc.op == Some(ReduceOp::Avg) && desc.element_bytes() != desc.partial_bytes() {
         // The sums between its steps would be of the narrow type, and overflow where the average does not.
-        return Err(RuledOut::Hybrid(format!("{desc} has partial sums of another type than its elements")));
+        let why = format!("{desc} has partial sums of another type than its elements");
+        return Err(RuledOut::Rails { path, why });
     }
-    if !supports(rails, &part) {
+    if !supports(trees, &part) {
         return Err(RuledOut::Unsupported(part));
     }
     let facts = selection.facts();
-    let seconds = seconds_inside(selection, &facts, &part, each)
-        + seconds_of_rail(
-            selection,
-            &facts,
-            rails,
-            &OpDesc { count: desc.count.div_ceil(each.into()), ..part },
-            servers,
-        );
-    let kind = CurveKind::of(&facts, desc, Path::Hybrid);
+    let seconds = seconds_inside(selection, &facts, (&part, by), servers[1])
+        + seconds_of_rail(selection, trees, (&part, by), servers);
+    let kind = CurveKind::of(&facts, desc, by);
     Ok(seconds * kind.map_or(1.0, |kind| curve::correction(&table.curves, kind, ranks, bytes(desc) as u64)))
 }
 
-/// A reduce-scatter and an all-gather among the ranks of a server.
-fn seconds_inside(selection: &SelectionContext, facts: &JobFacts, part: &OpDesc, each: u32) -> f64 {
+/// The parts among the ranks of a server.
+fn seconds_inside(selection: &SelectionContext, facts: &JobFacts, (part, by): (&OpDesc, Path), each: u32) -> f64 {
     let ranks_per_host = facts.ranks_per_host.min(each);
     let server = JobFacts { ranks: each, ranks_per_host, shape: Shape::Line, tree: None };
     let constants = selection.table.constants_for(facts, Path::Ring);
-    let dtype = part.dtype.into_iter();
-    let phases = dtype.flat_map(|dtype| {
-        [("ring::reduce_scatter", *part), ("ring::all_gather", OpDesc::all_gather(dtype, part.count))]
-    });
+    let count = usize::try_from(part.count).unwrap_or(usize::MAX);
+    let phases = |dtype| match by {
+        Path::Rab => [
+            (rab::reduction(count, each), OpDesc { collective: Collective::Reduce, ..*part }),
+            (rab::broadcast(count, each), OpDesc::broadcast(dtype, Rank(0), part.count)),
+        ],
+        _ => [("ring::reduce_scatter", *part), ("ring::all_gather", OpDesc::all_gather(dtype, part.count))],
+    };
     let seconds = |(name, desc): (&str, OpDesc)| {
         Algorithm::named(name).map_or(0.0, |algorithm| schedule_form(&server, &desc, algorithm).seconds(&constants))
     };
-    phases.map(seconds).sum()
+    part.dtype.into_iter().flat_map(phases).map(seconds).sum()
 }
 
-/// An all-reduce in the tree of a rail. The other rails send from the same hosts meanwhile.
+/// An all-reduce in the tree of a rail. Other rails, if there are any, send from the same hosts meanwhile.
 fn seconds_of_rail(
     selection: &SelectionContext,
-    facts: &JobFacts,
-    rails: &TreeFacts,
-    block: &OpDesc,
-    servers: u32,
+    tree: &TreeFacts,
+    (part, by): (&OpDesc, Path),
+    [servers, each]: [u32; 2],
 ) -> f64 {
-    let ranks_per_host = facts.ranks_per_host;
-    let rail = JobFacts { ranks: servers, ranks_per_host, shape: Shape::Line, tree: Some(*rails) };
-    let seconds = tree_form(&rail, rails, block).seconds(&selection.table.constants_for(&rail, Path::Tree));
+    let (count, ranks_per_host) = match by {
+        Path::Rab => (part.count, selection.ranks_per_host.div_ceil(each)),
+        _ => (part.count.div_ceil(each.into()), selection.ranks_per_host),
+    };
+    let block = OpDesc { count, ..*part };
+    let rail = JobFacts { ranks: servers, ranks_per_host, shape: Shape::Line, tree: Some(*tree) };
+    let seconds = tree_form(&rail, tree, &block).seconds(&selection.table.constants_for(&rail, Path::Tree));
     match selection.memory {
-        MemoryKind::Plain => seconds + copies_seconds(&selection.table, &rail, rails, block),
+        MemoryKind::Plain => seconds + copies_seconds(&selection.table, &rail, tree, &block),
         MemoryKind::Registered => seconds,
     }
 }

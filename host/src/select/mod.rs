@@ -15,6 +15,7 @@
 //! | host collectives, all ranks on one host | the same, with alpha_shm_step, alpha_shm_shared, beta_shm_step and beta_shm_shared | steps are in shared memory |
 //! | `one-shot`, all ranks on one host, at most 8 KiB | alpha_post + B beta_shm_step + R gamma | each rank posts once for all others ([`Board`](sumac_hal::shm::Board)) |
 //! | `hybrid`, on G servers of m ranks | ring reduce-scatter and all-gather of n over the m ranks of a server, and the tree of a rail for n/m over G ranks | the rails run at once; its facts are the slowest rail's |
+//! | `rab`, on G servers of m ranks | reduce and broadcast of n over the m ranks of a server, and the tree of the leaders for n over G ranks | what is inside a host is in shared memory |
 //!
 //! where k = max(1, ceil(n / m)) chunks; n' = n + (L - 1) min(n, m), as the first chunk fills the pipeline; and (r, i,
 //! o, g) is (2, c, c, c) for all-reduce, (2, c, 1, c) for reduce, (1, 1, c, 0) for broadcast, (1 + 1/N, c, 1, c) for
@@ -52,7 +53,7 @@ pub use curve::{Curve, CurveKind, Point, RankPlacement};
 pub use declared::Declared;
 pub use file::CostFileError;
 pub use fit::{FitError, Fitted, Sample, fit, predict};
-pub(crate) use hybrid::hybrid_part;
+pub(crate) use hybrid::{is_by_rails, part_of};
 pub use links::{LinkFacts, PathTimes};
 pub use overrides::{Override, OverrideError};
 pub use table::{Constants, CostTable, Origin};
@@ -83,6 +84,8 @@ pub struct SelectionContext {
     pub tree: Result<TreeFacts, String>,
     /// The trees of the rails: the worst of each property that any of them has. Or why there are none.
     pub rails: Result<TreeFacts, String>,
+    /// The tree of the leaders of servers, or why there is none.
+    pub leaders: Result<TreeFacts, String>,
     /// The constants of the cost model.
     pub table: CostTable,
     /// The expression of the declared order.
@@ -256,8 +259,13 @@ pub enum RuledOut {
         ranks: u32,
     },
     /// The ranks have no trees of rails, or these cannot carry the operation.
-    #[error("hybrid is not possible: {0}")]
-    Hybrid(String),
+    #[error("{path} is not possible: {why}")]
+    Rails {
+        /// The path's name.
+        path: &'static str,
+        /// The reason.
+        why: String,
+    },
     /// The caller allows completion without stragglers, and this path does not support that.
     #[error("{path} cannot complete without late ranks: {why}")]
     Partial {
@@ -369,9 +377,9 @@ pub(crate) fn explain_with(
     let schedules = ALGORITHMS.iter().filter(|algorithm| algorithm.pattern.collective() == desc.collective);
     let schedules = schedules
         .map(|algorithm| Candidate { path: algorithm.path(), cost_s: schedule_cost(selection, desc, algorithm) });
-    let hybrid = (desc.collective == Collective::AllReduce)
-        .then(|| Candidate { path: Path::Hybrid, cost_s: hybrid::cost(selection, desc) });
-    let mut candidates: Vec<Candidate> = std::iter::once(tree).chain(schedules).chain(hybrid).chain(others).collect();
+    let by_rails = [Path::Hybrid, Path::Rab].into_iter().filter(|_| desc.collective == Collective::AllReduce);
+    let by_rails = by_rails.map(|path| Candidate { path, cost_s: hybrid::cost(selection, desc, path) });
+    let mut candidates: Vec<Candidate> = std::iter::once(tree).chain(schedules).chain(by_rails).chain(others).collect();
     let overridden = selection.table.overridden(desc).filter(|_| forced.is_none());
     if let Some(path) = forced.or(overridden).filter(|path| candidates.iter().all(|candidate| candidate.path != *path))
     {
@@ -409,9 +417,10 @@ const UNMEASURED_MARGIN: f64 = 1.25;
 /// Whether the built-in constants were fitted to times of this path, among others.
 const fn has_fitted_constants(path: Path) -> bool {
     use Path::{Bine, DoubleTree, FullMesh, Nhr, Pat, Star, Swing, SwingLatency, VanDeGeijn};
-    use Path::{Chain, HierarchicalPairwise, HierarchicalRing, Hybrid, Mesh2d, Ring2d, Torus2d};
+    use Path::{Chain, HierarchicalPairwise, HierarchicalRing, Mesh2d, Ring2d, Torus2d};
     !matches!(path, Star | FullMesh | DoubleTree | Nhr | Pat | Swing | SwingLatency | Bine | VanDeGeijn)
-        && !matches!(path, Ring2d | Torus2d | Mesh2d | HierarchicalRing | HierarchicalPairwise | Chain | Hybrid)
+        && !matches!(path, Ring2d | Torus2d | Mesh2d | HierarchicalRing | HierarchicalPairwise | Chain)
+        && !is_by_rails(path)
 }
 
 /// The cost of the tree: a pipeline of chunks through its slowest part, at a rank or at a node.

@@ -2,6 +2,7 @@
 
 mod one_host;
 mod plain_memory;
+mod rails;
 
 use super::*;
 use sumac_hal::ids::Rank;
@@ -30,6 +31,7 @@ fn selection(ranks: u32, order: Order, tree: Result<TreeFacts, String>) -> Selec
         order,
         tree,
         rails: Err("not joined".into()),
+        leaders: Err("not joined".into()),
         table: CostTable::emulated(),
         declared,
         memory: crate::MemoryKind::Registered,
@@ -429,47 +431,6 @@ fn large_messages_in_a_declared_order_are_priced_in_segments() {
     let per_byte = |count: u64| cost(&context, &reduce(count), Path::HostTree).expect("possible") / (4 * count) as f64;
     // Node by node the root receives 63 times as much as it sends.
     assert!(per_byte(1 << 26) < per_byte(1 << 12) / 10.0, "{} {}", per_byte(1 << 26), per_byte(1 << 12));
-}
-
-#[test]
-fn hybrid_is_refused_without_servers_or_rails_with_the_reason() {
-    let joined = |shape| SelectionContext { rails: Ok(TREE), ..in_shape(shape, 6) };
-    for shape in ["line", "6", "servers:6", "servers:1"] {
-        let context = joined(shape);
-        let (path, shape) = ("hybrid", context.shape);
-        assert_eq!(cost(&context, &sum(60), Path::Hybrid), Err(RuledOut::Shape { path, shape, ranks: 6 }));
-    }
-    let without = in_shape("servers:2", 6);
-    assert_eq!(cost(&without, &sum(60), Path::Hybrid), Err(RuledOut::Hybrid("not joined".into())));
-    let asked = explain(&without, &sum(60), Algo::Hybrid);
-    assert_eq!(asked.chosen, None);
-    assert!(asked.to_string().contains("hybrid        ruled out: hybrid is not possible: not joined"), "{asked}");
-    let context = joined("servers:2");
-    let unsupported = SelectionContext { rails: Ok(TreeFacts { ops: 0, ..TREE }), ..context.clone() };
-    assert_eq!(cost(&unsupported, &sum(60), Path::Hybrid), Err(RuledOut::Unsupported(sum(60))));
-    // Sums of halves between the steps would overflow where the average does not.
-    let average = |dtype| cost(&context, &OpDesc::all_reduce(dtype, ReduceOp::Avg, 60), Path::Hybrid);
-    assert!(average(Dtype::F32).is_ok());
-    assert!(average(Dtype::F16).expect_err("narrow").to_string().contains("partial sums of another type"));
-    let ordered = SelectionContext { order: Order::TreeFold, ..context };
-    assert!(matches!(cost(&ordered, &sum(60), Path::Hybrid), Err(RuledOut::Order { path: "hybrid", .. })));
-    let integers = OpDesc::all_reduce(Dtype::I32, ReduceOp::Sum, 60);
-    assert!(cost(&ordered, &integers, Path::Hybrid).is_ok());
-}
-
-/// Three servers of two: 240 B, of which a ring inside carries half each way, and the tree of a rail half.
-#[test]
-fn hybrid_is_priced_by_its_parts() {
-    let context = SelectionContext { ranks_per_host: 2, rails: Ok(TREE), ..in_shape("servers:2", 6) };
-    let server = SelectionContext { ranks_per_host: 2, ..in_shape("line", 2) };
-    let inside = [OpDesc::reduce_scatter(Dtype::F32, ReduceOp::Sum, 60), OpDesc::all_gather(Dtype::F32, 60)]
-        .map(|desc| cost(&server, &desc, Path::Ring).expect("possible"));
-    let rail = SelectionContext { ranks_per_host: 2, ..in_shape("line", 3) };
-    let rail = cost(&rail, &sum(30), Path::Tree).expect("possible");
-    let whole = cost(&context, &sum(60), Path::Hybrid).expect("possible");
-    assert!((whole - (inside[0] + inside[1] + rail)).abs() < 1e-9 * whole, "{whole}: {inside:?}, {rail}");
-    // Nobody has measured it, so it has to be cheaper by a quarter.
-    assert!(!has_fitted_constants(Path::Hybrid));
 }
 
 #[test]

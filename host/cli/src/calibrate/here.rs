@@ -66,6 +66,7 @@ fn measure_cluster(
             trees: 1,
             shape: None,
             hybrid: false,
+            rab: false,
             memory: MemoryKind::Registered,
             wait_policy: WaitPolicy::default(),
             deadline_ms: args.timeout_s.saturating_mul(1000),

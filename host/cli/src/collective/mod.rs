@@ -196,6 +196,7 @@ impl Job<'_> {
                 transport: run.transport,
                 shape: None,
                 hybrid: false,
+                rab: false,
                 memory: MemoryKind::Plain,
                 wait_policy: WaitPolicy::default(),
                 verbs: run.verbs.in_turn(rank as usize),

@@ -57,6 +57,9 @@ pub(crate) struct RankJob {
     /// Whether it joins a tree for each rail, too.
     #[serde(default)]
     pub(crate) hybrid: bool,
+    /// Whether the leaders of servers join a tree, too.
+    #[serde(default)]
+    pub(crate) rab: bool,
     /// The memory of its buffers.
     #[serde(default)]
     pub(crate) memory: MemoryKind,

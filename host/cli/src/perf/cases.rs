@@ -133,10 +133,10 @@ impl PerfArgs {
         })
     }
 
-    /// Return whether the ranks join a tree for each rail, too.
-    pub(super) fn joins_rails(&self) -> bool {
+    /// Return whether the ranks join the trees that an algorithm needs beside their own.
+    pub(super) fn joins_for(&self, algo: Algo) -> bool {
         let is_all = self.algos.contains(&Choice::All) && self.shape.is_some();
-        is_all || self.requested_algos().any(|algo| algo == Algo::Hybrid)
+        is_all || self.requested_algos().any(|requested| requested == algo)
     }
 
     /// Return the algorithms to measure of a collective.
@@ -292,7 +292,8 @@ mod tests {
             cases.iter().map(|case| case.algo.name()).collect::<Vec<_>>().join(" ")
         };
         let first = "auto tree ring hd rd binomial pairwise host-tree one-shot";
-        let others = "star full-mesh dbt nhr swing swing-latency bine 2d-ring 2d-torus 2d-mesh hier-ring chain hybrid";
+        let others =
+            "star full-mesh dbt nhr swing swing-latency bine 2d-ring 2d-torus 2d-mesh hier-ring chain hybrid rab";
         assert_eq!(algos("all_reduce"), format!("{first} {others}"));
         assert_eq!(algos("broadcast"), "auto tree binomial one-shot star dbt bine van-de-geijn chain");
         assert_eq!(

@@ -23,7 +23,7 @@ use std::time::Duration;
 use sumac::comm::DEFAULT_PORT;
 use sumac::comm::launcher::Reading;
 use sumac::controller::status;
-use sumac::{Communicator, JoinConfig};
+use sumac::{Algo, Communicator, JoinConfig};
 
 /// Run as a rank.
 pub(super) fn run(args: &PerfArgs, reading: &Reading) -> Result<(), Failure> {
@@ -42,7 +42,8 @@ pub(super) fn run(args: &PerfArgs, reading: &Reading) -> Result<(), Failure> {
     config.verbs = args.verbs.in_turn(local.unwrap_or(config.rank) as usize).or(config.verbs);
     config.trees = args.trees.unwrap_or(config.trees);
     config.shape = args.shape.or(config.shape);
-    config.hybrid |= args.joins_rails();
+    config.hybrid |= args.joins_for(Algo::Hybrid);
+    config.rab |= args.joins_for(Algo::Rab);
     config.memory = args.memory();
     config.wait_policy = args.wait_policy.unwrap_or(config.wait_policy);
     config.deadline = Duration::from_secs(args.timeout_s);

@@ -41,6 +41,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
+use sumac::Algo;
 use sumac::comm::launcher;
 use sumac::select::TreeTransport;
 
@@ -274,7 +275,8 @@ fn start_ranks(
                 verbs: args.verbs.in_turn(rank as usize),
                 trees: args.trees.unwrap_or(0),
                 shape: args.shape,
-                hybrid: args.joins_rails(),
+                hybrid: args.joins_for(Algo::Hybrid),
+                rab: args.joins_for(Algo::Rab),
                 memory: args.memory(),
                 wait_policy: args.wait_policy.unwrap_or_default(),
                 deadline_ms: args.timeout_s.saturating_mul(1000),

@@ -79,7 +79,7 @@ pub(super) fn algo_parser() -> impl TypedValueParser<Value = Choice<Algo>> {
 /// Parse the name of an algorithm with messages between hosts, or `all`.
 pub(crate) fn algorithm_parser() -> impl TypedValueParser<Value = Choice<Path>> {
     let mut paths = Vec::new();
-    ALGORITHMS.iter().map(Algorithm::path).chain([Path::Hybrid]).for_each(|path| {
+    ALGORITHMS.iter().map(Algorithm::path).chain([Path::Hybrid, Path::Rab]).for_each(|path| {
         if !paths.contains(&path) {
             paths.push(path);
         }
@@ -161,7 +161,7 @@ pub(super) fn has(collective: Collective, algo: Algo) -> bool {
     match algo {
         Algo::Auto => true,
         Algo::Tree => collective.is_offloadable(),
-        Algo::Hybrid => collective == Collective::AllReduce,
+        Algo::Hybrid | Algo::Rab => collective == Collective::AllReduce,
         algo => ALGORITHMS
             .iter()
             .any(|known| known.pattern.collective() == collective && known.path().name() == algo.name()),

@@ -209,7 +209,7 @@ impl AlgorithmArgs {
             (Choice::All, _) => {
                 Err(Failure::Input(anyhow!("--algo all: compares loads, so it needs --links, without --json")))
             }
-            (Choice::One(Path::Hybrid), _) => self.print_hybrid(is_json),
+            (Choice::One(path @ (Path::Hybrid | Path::Rab)), _) => self.print_by_rails(path, is_json),
             (Choice::One(path), _) => self.print(self.algorithm(path).map_err(Failure::Input)?, is_json),
         }
     }

@@ -79,7 +79,7 @@ pub(super) fn read_with(
 }
 
 /// Variables that a key of `[rank]` in a configuration file stands for.
-pub(super) const RANK_VARIABLES: [&str; 31] = [
+pub(super) const RANK_VARIABLES: [&str; 32] = [
     "SUMAC_ALGO",
     "SUMAC_BIND",
     "SUMAC_CONTROLLER",
@@ -94,6 +94,7 @@ pub(super) const RANK_VARIABLES: [&str; 31] = [
     "SUMAC_MEMORY",
     "SUMAC_ORDER",
     "SUMAC_PROGRESS",
+    "SUMAC_RAB",
     "SUMAC_RECOVER",
     "SUMAC_SHAPE",
     "SUMAC_STRAGGLER",

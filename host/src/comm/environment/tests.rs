@@ -43,6 +43,7 @@ fn each_variable_sets_its_field() {
         ("SUMAC_STRAGGLER", "partial:1.5"),
         ("SUMAC_TREES", "8"),
         ("SUMAC_HYBRID", "1"),
+        ("SUMAC_RAB", "1"),
         ("SUMAC_UDP_MAX_PACKET", "8192"),
         ("SUMAC_UDP_PEER", "10.0.0.1:7000"),
         ("SUMAC_UDP_RECEIVE_BUFFER", "65536"),
@@ -68,7 +69,7 @@ fn each_variable_sets_its_field() {
     (expected.recover, expected.tenant) = (false, "team-a".into());
     (expected.wait_for_tree, expected.straggler) =
         (Duration::from_secs(90), Straggler::Partial(Duration::from_millis(1500)));
-    (expected.trees, expected.hybrid) = (8, true);
+    (expected.trees, expected.hybrid, expected.rab) = (8, true, true);
     expected.progress = Some(Progress::Thread);
     (expected.memory, expected.wait_policy) = (MemoryKind::Plain, WaitPolicy::Yield);
     expected.udp.max_packet_len_bytes = Some(8192);

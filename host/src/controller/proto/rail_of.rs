@@ -5,6 +5,7 @@
 
 use crate::controller::limits::derived_name;
 use serde::{Deserialize, Serialize};
+use std::fmt;
 
 /// The job and the number of a rail.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -18,4 +19,26 @@ pub struct RailOf {
 /// Return the name of a job's rail.
 pub fn rail_name(job: &str, index: u32) -> String {
     derived_name(job, &format!("/rail{index}"))
+}
+
+/// Which rails of a job its ranks also join.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub enum RailJobs {
+    /// None.
+    #[default]
+    None,
+    /// Each rank that of its place on its server, for `hybrid`.
+    All,
+    /// The first rank of each server that of all of them, for `rab`.
+    Leaders,
+}
+
+impl fmt::Display for RailJobs {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::None => "none",
+            Self::All => "all",
+            Self::Leaders => "that of the leaders",
+        })
+    }
 }

@@ -1,6 +1,6 @@
 //! A job's tenant and admission terms, and the transports to its devices.
 
-use super::{RailOf, StripeOf};
+use super::{RailJobs, RailOf, StripeOf};
 use crate::schedule::Shape;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -25,8 +25,8 @@ pub struct Terms {
     pub rails: u8,
     /// The job of which this one is a further tree, if it is one.
     pub stripe: Option<StripeOf>,
-    /// Whether the job's ranks also join its rails, each a job with a tree of its own.
-    pub hybrid: bool,
+    /// Which of its rails the job's ranks also join, each a job with a tree of its own.
+    pub rail_jobs: RailJobs,
     /// The job of which this one is a rail, if it is one.
     pub rail: Option<RailOf>,
     /// The shape that the job asks for. `None`: that of its machines, or of their hosts on the fabric.
@@ -45,7 +45,7 @@ impl Default for Terms {
             trees: 0,
             rails: 1,
             stripe: None,
-            hybrid: false,
+            rail_jobs: RailJobs::None,
             rail: None,
             shape: None,
         }

@@ -88,13 +88,12 @@ pub(super) fn agree(
         let trees = |request: &JoinRequest| format!("{} at most", request.terms.trees.max(1));
         return Err(disagree("the number of trees", trees(request), trees(first)));
     }
-    if (request.terms.hybrid, &request.terms.rail) != (first.terms.hybrid, &first.terms.rail) {
+    if (request.terms.rail_jobs, &request.terms.rail) != (first.terms.rail_jobs, &first.terms.rail) {
         let rails = |request: &JoinRequest| match &request.terms.rail {
             Some(rail) => format!("rail {} of {:?}", rail.index, rail.job),
-            None if request.terms.hybrid => "1".into(),
-            None => "0".into(),
+            None => request.terms.rail_jobs.to_string(),
         };
-        return Err(disagree("whether they join rails (SUMAC_HYBRID)", rails(request), rails(first)));
+        return Err(disagree("which rails they join (SUMAC_HYBRID, SUMAC_RAB)", rails(request), rails(first)));
     }
     if request.terms.shape != first.terms.shape {
         let shape = |request: &JoinRequest| request.terms.shape.map_or("not set".into(), |shape| shape.to_string());

@@ -3,6 +3,7 @@
 //! Invariants:
 //! - ranks join rails of a running job of the same tenant and order only, with as many ranks as that job's shape has
 //!   servers;
+//! - of a job whose leaders alone join a rail, there is that one;
 //! - a job and its rails, at most [`TREES_MAX`], count once in the quota of groups ([`JoinRequest::communicator`]), as
 //!   a job's further trees do: more rails would be groups that no quota counts;
 //! - without a fabric, a rail takes a device that no other rail of the job has, where there is one: all of them run at
@@ -12,7 +13,7 @@ use super::State;
 use super::job::Job;
 use crate::controller::ControllerConfig;
 use crate::controller::limits::TREES_MAX;
-use crate::controller::proto::{JoinRefusal, JoinRequest, RailOf};
+use crate::controller::proto::{JoinRefusal, JoinRequest, RailJobs, RailOf};
 use crate::schedule::hybrid;
 use std::collections::BTreeSet;
 
@@ -36,14 +37,18 @@ impl State {
         let Some((job, first)) = job.and_then(|job| Some((job, job.first()?))) else {
             return refuse(format!("job {:?} is not running", rail.job));
         };
-        if !first.request.terms.hybrid {
+        let rail_jobs = first.request.terms.rail_jobs;
+        if rail_jobs == RailJobs::None {
             return refuse(format!("job {:?} has no rails", rail.job));
+        }
+        if rail_jobs == RailJobs::Leaders && rail.index > 0 {
+            return refuse(format!("job {:?} has no rail but that of its leaders, 0", rail.job));
         }
         let shape = job.shape((config, &self.planning.index));
         let Some([servers, each]) = hybrid::servers(shape, job.world) else {
             return refuse(format!("{} ranks of shape {shape} are not on servers of several", job.world));
         };
-        if request.world != servers || rail.index >= each || each > TREES_MAX.into() {
+        if request.world != servers || rail.index >= each || rail_jobs == RailJobs::All && each > TREES_MAX.into() {
             let (index, world, ranks) = (rail.index, job.world, request.world);
             return refuse(format!(
                 "{world} ranks of shape {shape} have no rail {index} of {ranks} ranks; each of at most {TREES_MAX} rails \

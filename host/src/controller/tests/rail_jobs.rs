@@ -1,6 +1,6 @@
 //! Jobs that are rails of another one, on raw connections.
 
-use super::super::proto::{ClientReply, JoinRefusal, RailOf, StripeOf, rail_name};
+use super::super::proto::{ClientReply, JoinRefusal, RailJobs, RailOf, StripeOf, rail_name};
 use super::replan::{Raw, request, tree_of};
 use super::*;
 use sumac_hal::ctrl::Order;
@@ -9,7 +9,7 @@ use sumac_hal::ctrl::Order;
 fn job_request(rank: u32, world: u32) -> JoinRequest {
     let shape = "servers:2".parse().ok();
     let like = request(rank, world);
-    JoinRequest { terms: Terms { hybrid: true, trees: 1, shape, ..like.terms.clone() }, ..like }
+    JoinRequest { terms: Terms { rail_jobs: RailJobs::All, trees: 1, shape, ..like.terms.clone() }, ..like }
 }
 
 /// A rank of a rail of `job`.
@@ -72,6 +72,24 @@ fn rail_that_its_job_does_not_have_is_refused() {
     };
     let ordered = JoinRequest { order, ..rail_request(0, 0, 2) };
     assert_eq!(refusal(&controller, ordered), "job \"job\" has another tenant or order");
+}
+
+/// A job has that rail alone, for which servers may have any number of ranks.
+#[test]
+fn job_of_leaders_has_one_rail_whatever_its_servers_have() {
+    let controller = controller();
+    let _device = Device::start(&controller, "a", None, None);
+    let of_leaders = |rank| {
+        let like = job_request(rank, 34);
+        let shape = "servers:17".parse().ok();
+        JoinRequest { terms: Terms { rail_jobs: RailJobs::Leaders, shape, ..like.terms.clone() }, ..like }
+    };
+    let (_job, _) = join_all(&controller, (0..34).map(of_leaders));
+    let why = refusal(&controller, rail_request(1, 0, 2));
+    assert_eq!(why, "job \"job\" has no rail but that of its leaders, 0");
+    assert!(refusal(&controller, rail_request(0, 0, 3)).contains("have no rail 0 of 3 ranks"));
+    let (_leaders, of) = join_all(&controller, (0..2).map(|server| rail_request(0, server, 2)));
+    assert_eq!(tree_of(&of).leaf, "a");
 }
 
 #[test]

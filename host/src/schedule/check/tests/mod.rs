@@ -4,6 +4,7 @@ mod hybrid;
 mod mutations;
 mod pipelines;
 mod planted;
+mod rab;
 mod relayed;
 mod shapes;
 mod sizes;

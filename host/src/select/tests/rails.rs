@@ -1,0 +1,77 @@
+//! The costs of `hybrid` and `rab`, and why they are refused.
+
+use super::*;
+
+#[test]
+fn hybrid_is_refused_without_servers_or_rails_with_the_reason() {
+    let joined = |shape| SelectionContext { rails: Ok(TREE), ..in_shape(shape, 6) };
+    for shape in ["line", "6", "servers:6", "servers:1"] {
+        let context = joined(shape);
+        let (path, shape) = ("hybrid", context.shape);
+        assert_eq!(cost(&context, &sum(60), Path::Hybrid), Err(RuledOut::Shape { path, shape, ranks: 6 }));
+    }
+    let without = in_shape("servers:2", 6);
+    assert_eq!(
+        cost(&without, &sum(60), Path::Hybrid),
+        Err(RuledOut::Rails { path: "hybrid", why: "not joined".into() })
+    );
+    let asked = explain(&without, &sum(60), Algo::Hybrid);
+    assert_eq!(asked.chosen, None);
+    assert!(asked.to_string().contains("hybrid        ruled out: hybrid is not possible: not joined"), "{asked}");
+    let context = joined("servers:2");
+    let unsupported = SelectionContext { rails: Ok(TreeFacts { ops: 0, ..TREE }), ..context.clone() };
+    assert_eq!(cost(&unsupported, &sum(60), Path::Hybrid), Err(RuledOut::Unsupported(sum(60))));
+    // Sums of halves between the steps would overflow where the average does not.
+    let average = |dtype| cost(&context, &OpDesc::all_reduce(dtype, ReduceOp::Avg, 60), Path::Hybrid);
+    assert!(average(Dtype::F32).is_ok());
+    assert!(average(Dtype::F16).expect_err("narrow").to_string().contains("partial sums of another type"));
+    let ordered = SelectionContext { order: Order::TreeFold, ..context };
+    assert!(matches!(cost(&ordered, &sum(60), Path::Hybrid), Err(RuledOut::Order { path: "hybrid", .. })));
+    let integers = OpDesc::all_reduce(Dtype::I32, ReduceOp::Sum, 60);
+    assert!(cost(&ordered, &integers, Path::Hybrid).is_ok());
+}
+
+/// Three servers of two: 240 B, of which a ring inside carries half each way, and the tree of a rail half.
+#[test]
+fn hybrid_is_priced_by_its_parts() {
+    let context = SelectionContext { ranks_per_host: 2, rails: Ok(TREE), ..in_shape("servers:2", 6) };
+    let server = SelectionContext { ranks_per_host: 2, ..in_shape("line", 2) };
+    let inside = [OpDesc::reduce_scatter(Dtype::F32, ReduceOp::Sum, 60), OpDesc::all_gather(Dtype::F32, 60)]
+        .map(|desc| cost(&server, &desc, Path::Ring).expect("possible"));
+    let rail = SelectionContext { ranks_per_host: 2, ..in_shape("line", 3) };
+    let rail = cost(&rail, &sum(30), Path::Tree).expect("possible");
+    let whole = cost(&context, &sum(60), Path::Hybrid).expect("possible");
+    assert!((whole - (inside[0] + inside[1] + rail)).abs() < 1e-9 * whole, "{whole}: {inside:?}, {rail}");
+    // Nobody has measured it, so it has to be cheaper by a quarter.
+    assert!(!has_fitted_constants(Path::Hybrid));
+}
+
+#[test]
+fn rab_is_refused_without_servers_or_a_tree_of_leaders_with_the_reason() {
+    let without = SelectionContext { rails: Ok(TREE), ..in_shape("servers:2", 6) };
+    assert_eq!(cost(&without, &sum(60), Path::Rab), Err(RuledOut::Rails { path: "rab", why: "not joined".into() }));
+    let asked = explain(&without, &sum(60), Algo::Rab);
+    assert_eq!(asked.chosen, None);
+    assert!(asked.to_string().contains("rab           ruled out: rab is not possible: not joined"), "{asked}");
+    let context = SelectionContext { leaders: Ok(TREE), ..in_shape("servers:2", 6) };
+    assert!(cost(&context, &sum(60), Path::Rab).is_ok());
+    assert!(cost(&context, &sum(60), Path::Hybrid).is_err(), "the rails have not joined");
+    let in_line = SelectionContext { leaders: Ok(TREE), ..in_shape("line", 6) };
+    assert!(matches!(cost(&in_line, &sum(60), Path::Rab), Err(RuledOut::Shape { path: "rab", .. })));
+    let ordered = SelectionContext { order: Order::TreeFold, ..context };
+    assert!(matches!(cost(&ordered, &sum(60), Path::Rab), Err(RuledOut::Order { path: "rab", .. })));
+}
+
+/// Three servers of two: 240 B to each leader and back in shared memory, and all of them in the tree of three leaders.
+#[test]
+fn rab_is_priced_by_shared_memory_inside_and_the_tree_of_leaders() {
+    let context = SelectionContext { ranks_per_host: 2, leaders: Ok(TREE), ..in_shape("servers:2", 6) };
+    let server = SelectionContext { ranks_per_host: 2, ..in_shape("line", 2) };
+    let inside = [OpDesc::reduce(Dtype::F32, ReduceOp::Sum, Rank(0), 60), OpDesc::broadcast(Dtype::F32, Rank(0), 60)]
+        .map(|desc| cost(&server, &desc, Path::Binomial).expect("possible"));
+    let leaders = SelectionContext { ranks_per_host: 1, ..in_shape("line", 3) };
+    let leaders = cost(&leaders, &sum(60), Path::Tree).expect("possible");
+    let whole = cost(&context, &sum(60), Path::Rab).expect("possible");
+    assert!((whole - (inside[0] + inside[1] + leaders)).abs() < 1e-9 * whole, "{whole}: {inside:?}, {leaders}");
+    assert!(!has_fitted_constants(Path::Rab));
+}
