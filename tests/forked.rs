@@ -10,7 +10,7 @@ use std::sync::Barrier;
 use std::sync::mpsc::channel;
 use std::thread;
 use std::time::{Duration, Instant};
-use sumac::comm::{ControllerState, Handle};
+use sumac::comm::{ControllerState, Handle, Prepared};
 use sumac::controller::ControllerConfig;
 use sumac::{Algo, Buffer, CallOptions, Communicator, Error, JoinConfig, OpDesc, ReduceOp, Transport};
 use sumac_firmware::emulated::ZeroCopyConfig;
@@ -64,12 +64,14 @@ struct All {
     split: Communicator,
     handle: Handle<Vec<u32>>,
     buffer: Buffer<u32>,
+    /// It has been run, so that the next run looks at little.
+    prepared: Prepared<Vec<u32>>,
     comm: Communicator,
 }
 
 /// Use and drop everything in a child; return the number of the first check that fails.
 fn use_and_drop(all: All) -> i32 {
-    let All { split, mut handle, mut buffer, comm } = all;
+    let All { split, mut handle, mut buffer, mut prepared, comm } = all;
     let is_forked = |result: Result<(), Error>| result == Err(Error::Forked);
     let desc = OpDesc::all_reduce(Dtype::U32, ReduceOp::Sum, LEN as u64);
     let mut values = vec![1_u32; LEN];
@@ -83,6 +85,7 @@ fn use_and_drop(all: All) -> i32 {
         is_forked(comm.start_receive::<u32>(1, (comm.rank() + 1) % RANKS, 0).map(drop)),
         is_forked(comm.alloc::<u32>(LEN).map(drop)),
         is_forked(split.barrier().map(drop)),
+        is_forked(prepared.run().map(drop)),
         comm.split(Some(0), 0).is_err() && comm.shrink().is_err(),
         comm.explain(&desc, Algo::Auto).chosen.is_none(),
         matches!(comm.controller(), ControllerState::Refused { .. }) && comm.queue_position().is_none(),
@@ -97,6 +100,7 @@ fn use_and_drop(all: All) -> i32 {
     split.leave();
     drop(comm);
     drop(buffer);
+    drop(prepared);
     checks.iter().position(|&holds| !holds).map_or(ALL_WELL, |check| CHECKS + check as i32)
 }
 
@@ -109,6 +113,21 @@ fn sum(comm: &Communicator) {
     let outcome = comm.all_reduce(&mut values, ReduceOp::Sum).expect("no rank is lost");
     assert_eq!(values, [RANKS * (RANKS + 1) / 2; LEN]);
     assert!(!outcome.recovered && outcome.fallback.is_none(), "{outcome:?}");
+}
+
+/// Prepare a short sum, and run it until it is complete at once.
+fn prepared_sum(comm: &Communicator) -> Prepared<Vec<u32>> {
+    let options = CallOptions { algo: Some(Algo::OneShot), ..CallOptions::default() };
+    let desc = OpDesc::all_reduce(Dtype::U32, ReduceOp::Sum, 2);
+    let mut prepared = comm.prepare(&desc, vec![0; 2], None, &options).expect("possible");
+    (0..200).for_each(|_| run(&mut prepared));
+    prepared
+}
+
+fn run(prepared: &mut Prepared<Vec<u32>>) {
+    prepared.buffer().expect("at rest").fill(1);
+    prepared.run().expect("a sum");
+    assert_eq!(prepared.buffer().expect("at rest"), &[RANKS; 2]);
 }
 
 /// Fork while all ranks have operations in flight and the forking rank is in a call.
@@ -126,6 +145,7 @@ fn children_of_ranks(cluster: &Cluster, configure: fn(&mut JoinConfig)) {
     cluster.run("forked", RANKS, configure, |comm| {
         sum(&comm);
         let split = comm.split(Some(0), 0).expect("all are there").expect("a color");
+        let mut prepared = prepared_sum(&comm);
         let mut buffer = comm.alloc::<u32>(LEN).expect("memory");
         buffer.fill(7);
         assert_eq!(buffer.is_registered(), is_registered);
@@ -134,9 +154,9 @@ fn children_of_ranks(cluster: &Cluster, configure: fn(&mut JoinConfig)) {
         if comm.rank() != 0 {
             gate.wait();
             sum(&comm);
-            return rest(comm, split, handle, &buffer);
+            return rest(comm, split, handle, &buffer, &mut prepared);
         }
-        let all = All { split, handle, buffer, comm };
+        let all = All { split, handle, buffer, prepared, comm };
         // The child drops its copies; these belong to this process.
         let all = std::mem::ManuallyDrop::new(all);
         let mut code = None;
@@ -155,19 +175,26 @@ fn children_of_ranks(cluster: &Cluster, configure: fn(&mut JoinConfig)) {
             gate.wait();
             call.join().expect("no panic");
         });
-        let All { split, handle, buffer, comm } = std::mem::ManuallyDrop::into_inner(all);
-        rest(comm, split, handle, &buffer);
+        let All { split, handle, buffer, mut prepared, comm } = std::mem::ManuallyDrop::into_inner(all);
+        rest(comm, split, handle, &buffer, &mut prepared);
         assert_eq!(code, None, "the number of the check that failed, and {CHECKS}");
     });
 }
 
 /// Check that operations in flight complete and later calls succeed.
-fn rest(comm: Communicator, split: Communicator, handle: Handle<Vec<u32>>, buffer: &Buffer<u32>) {
+fn rest(
+    comm: Communicator,
+    split: Communicator,
+    handle: Handle<Vec<u32>>,
+    buffer: &Buffer<u32>,
+    prepared: &mut Prepared<Vec<u32>>,
+) {
     let (values, outcome) = handle.wait().expect("no rank is lost");
     assert_eq!(values, [RANKS * (RANKS + 1) / 2; LEN]);
     assert!(!outcome.recovered);
     (0..20).for_each(|_| sum(&comm));
     sum(&split);
+    run(prepared);
     assert!(buffer.iter().all(|&x| x == 7));
     assert_eq!(comm.recoveries(), sumac::comm::Recoveries::default());
     split.leave();

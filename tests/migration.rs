@@ -6,9 +6,10 @@ use common::{Cluster, checked_sum, over_udp, plain, prefer_tree, sum_until, sum_
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
+use sumac::comm::Prepared;
 use sumac::controller::ControllerConfig;
-use sumac::{JoinConfig, Path, ReduceOp};
+use sumac::{Algo, CallOptions, Dtype, JoinConfig, OpDesc, Path, ReduceOp};
 use sumac_hal::uplink::HopTimers;
 
 /// The limit of the time until a job moves.
@@ -44,6 +45,52 @@ fn job_without_device_moves_to_a_tree_when_one_connects() {
         });
         assert!(moved.iter().all(|&op| op == moved[0]), "ranks moved at different operations: {moved:?}");
     }
+}
+
+/// Runs that are complete at once count as calls, and stop where the job moves.
+#[test]
+fn job_of_prepared_operations_moves_to_a_tree_when_a_device_connects() {
+    let cluster = Cluster::spare(0, by_tree());
+    let (has_begun, boards) = (AtomicBool::new(false), Mutex::new(Vec::new()));
+    let moved = thread::scope(|scope| {
+        scope.spawn(|| {
+            while !has_begun.load(Ordering::Relaxed) {
+                thread::yield_now();
+            }
+            boards.lock().expect("not poisoned").push(cluster.start_spare_board("late"));
+        });
+        cluster.run("prepared", 2, plain, |comm| {
+            let prepare = |algo| {
+                let options = CallOptions { algo, ..CallOptions::default() };
+                let desc = OpDesc::all_reduce(Dtype::U64, ReduceOp::Sum, 2);
+                comm.prepare(&desc, vec![0_u64; 2], None, &options).expect("possible")
+            };
+            let [mut first, mut second, mut on_board] = [None, None, Some(Algo::OneShot)].map(prepare);
+            let run = |prepared: &mut Prepared<Vec<u64>>, op: u64| {
+                prepared.buffer().expect("at rest").fill(op + u64::from(comm.rank()));
+                let path = prepared.run().expect("a sum").path;
+                assert_eq!(prepared.buffer().expect("at rest"), &[2 * op + 1; 2]);
+                path
+            };
+            // Enough of them that nothing but shared memory is used.
+            for op in 0..300 {
+                assert_eq!([&mut first, &mut second].map(|prepared| run(prepared, op)), [Path::OneShot; 2]);
+            }
+            has_begun.store(true, Ordering::Relaxed);
+            let give_up = Instant::now() + SOON;
+            let moved = (300..).find(|&op| {
+                assert!(Instant::now() < give_up, "no run used the tree");
+                run(&mut first, op) == Path::Tree
+            });
+            assert!((0..3).all(|op| run(&mut first, op) == Path::Tree));
+            // An operation on the board does not keep there what was decided before.
+            assert!((0..10).all(|op| run(&mut on_board, op) == Path::OneShot));
+            assert_eq!(run(&mut second, 0), Path::Tree);
+            comm.leave();
+            moved
+        })
+    });
+    assert_eq!(moved[0], moved[1], "ranks moved at different runs");
 }
 
 #[test]

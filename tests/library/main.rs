@@ -10,6 +10,7 @@ mod prepared;
 mod programs;
 mod progress;
 mod relays;
+mod settled;
 mod started;
 #[path = "../../host/examples/train.rs"]
 mod train;

@@ -36,6 +36,7 @@ impl Bell {
     }
 
     /// Wake the device if it sleeps, after something was published for it.
+    #[inline]
     pub fn ring(&self, doorbell: Doorbell<&AtomicU32>) {
         if doorbell.ring() {
             // This fails only if the counter is full; the device then has a wake-up pending anyway.

@@ -49,50 +49,56 @@ pub trait BoardMemory {
     /// The number of cells of a member.
     const CELLS: u64;
 
+    /// A cell.
+    type Cell<'m>: BoardCell
+    where
+        Self: 'm;
+
+    /// Return a cell of a member.
+    ///
+    /// # Panics
+    /// If there is no such member.
+    #[track_caller]
+    fn cell(&self, member: u32, index: usize) -> Self::Cell<'_>;
+
     /// Load the last round that a member is done with, with acquire ordering.
     fn done(&self, member: u32) -> u64;
 
     /// Publish that a member is done with a round, with release ordering.
     fn set_done(&self, member: u32, round: u64);
-
-    /// Load the round of a cell, with acquire ordering; 0 while it is written.
-    fn round(&self, at: Cell) -> u64;
-
-    /// Load the round of a cell, after all that was loaded before.
-    fn round_after_loads(&self, at: Cell) -> u64;
-
-    /// Take a cell's round away, before all that is stored afterwards.
-    fn clear_round(&self, at: Cell);
-
-    /// Publish a cell, with release ordering.
-    fn set_round(&self, at: Cell, round: u64);
-
-    /// Load the tag of a cell.
-    fn tag(&self, at: Cell) -> u64;
-
-    /// Store the tag of a cell.
-    fn set_tag(&self, at: Cell, tag: u64);
-
-    /// Load the description of a cell. Another member may write it meanwhile.
-    fn description(&self, at: Cell) -> [u8; DESCRIPTION_BYTES];
-
-    /// Store the description of a cell.
-    fn set_description(&self, at: Cell, description: &[u8; DESCRIPTION_BYTES]);
-
-    /// Load what was posted in a cell, from byte `start` on.
-    fn read(&self, at: Cell, start: usize, bytes: &mut [u8]);
-
-    /// Store what is posted in a cell.
-    fn write(&self, at: Cell, bytes: &[u8]);
 }
 
 /// A cell of a member.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Cell {
-    /// The member.
-    pub member: u32,
-    /// Which of its cells.
-    pub index: usize,
+pub trait BoardCell {
+    /// Load its round, with acquire ordering; 0 while it is written.
+    fn round(&self) -> u64;
+
+    /// Load its round, after all that was loaded before.
+    fn round_after_loads(&self) -> u64;
+
+    /// Take its round away, before all that is stored afterwards.
+    fn clear_round(&self);
+
+    /// Publish it, with release ordering.
+    fn set_round(&self, round: u64);
+
+    /// Load its tag.
+    fn tag(&self) -> u64;
+
+    /// Store its tag.
+    fn set_tag(&self, tag: u64);
+
+    /// Load its description. Another member may write it meanwhile.
+    fn description(&self) -> [u8; DESCRIPTION_BYTES];
+
+    /// Store its description.
+    fn set_description(&self, description: &[u8; DESCRIPTION_BYTES]);
+
+    /// Load what was posted in it, from byte `start` on.
+    fn read(&self, start: usize, bytes: &mut [u8]);
+
+    /// Store what is posted in it.
+    fn write(&self, bytes: &[u8]);
 }
 
 /// One member's view of a board.
@@ -154,31 +160,41 @@ impl<M: BoardMemory> Board<M> {
     }
 
     /// Return whether this member's cell is free: all are done with what it posted there before.
+    #[inline]
     pub fn can_post(&mut self) -> bool {
-        if self.all_done + M::CELLS < self.round {
-            let done = |member| self.memory.done(member);
-            // A member that is ahead of this one does not exist; one that says so breaks the rules, and harms itself.
-            self.all_done = (0..self.members).filter(|member| *member != self.own).map(done).min().unwrap_or(0);
-        }
+        self.is_free() || self.is_free_now()
+    }
+
+    /// Return whether this member's cell was free when it last looked.
+    #[inline]
+    const fn is_free(&self) -> bool {
         self.all_done.saturating_add(M::CELLS) >= self.round
+    }
+
+    fn is_free_now(&mut self) -> bool {
+        let done = |member| self.memory.done(member);
+        // A member that is ahead of this one does not exist; one that says so breaks the rules, and harms itself.
+        self.all_done = (0..self.members).filter(|member| *member != self.own).map(done).min().unwrap_or(0);
+        self.is_free()
     }
 
     /// Post bytes in this round, if the cell is free. Returns whether it was. A member posts at most once a round.
     ///
     /// # Panics
     /// If there are more than [`Board::CAPACITY_BYTES`].
+    #[inline]
     #[track_caller]
     pub fn post(&mut self, tag: u64, description: &[u8; DESCRIPTION_BYTES], bytes: &[u8]) -> bool {
         assert!(bytes.len() <= Board::CAPACITY_BYTES, "{} bytes exceed a cell", bytes.len());
         if !self.can_post() {
             return false;
         }
-        let at = self.cell(self.own, self.round);
-        self.memory.clear_round(at);
-        self.memory.set_description(at, description);
-        self.memory.write(at, bytes);
-        self.memory.set_tag(at, tag);
-        self.memory.set_round(at, self.round);
+        let cell = self.cell(self.own, self.round);
+        cell.clear_round();
+        cell.set_description(description);
+        cell.write(bytes);
+        cell.set_tag(tag);
+        cell.set_round(self.round);
         true
     }
 
@@ -186,21 +202,23 @@ impl<M: BoardMemory> Board<M> {
     ///
     /// # Panics
     /// If there is no such member.
+    #[inline]
     #[track_caller]
     pub fn tag_of(&self, member: u32) -> Option<u64> {
-        let at = self.cell(member, self.round);
-        (self.memory.round(at) == self.round).then(|| self.memory.tag(at))
+        let cell = self.cell(member, self.round);
+        (cell.round() == self.round).then(|| cell.tag())
     }
 
     /// Read what a member has posted in this round, from byte `start` of it on.
     ///
     /// # Panics
     /// If there is no such member, or it is more than a cell holds.
+    #[inline]
     #[track_caller]
     pub fn read(&self, member: u32, start: usize, bytes: &mut [u8]) {
         let fits = start.checked_add(bytes.len()).is_some_and(|end| end <= Board::CAPACITY_BYTES);
         assert!(fits, "{} bytes from {start} on exceed a cell", bytes.len());
-        self.memory.read(self.cell(member, self.round), start, bytes);
+        self.cell(member, self.round).read(start, bytes);
     }
 
     /// Return the description of what a member has posted in this round, or so many rounds `before` it. `None` if it
@@ -211,15 +229,16 @@ impl<M: BoardMemory> Board<M> {
     #[track_caller]
     pub fn description_of(&self, member: u32, before: u64) -> Option<[u8; DESCRIPTION_BYTES]> {
         let round = self.round.checked_sub(before).filter(|round| *round > 0)?;
-        let at = self.cell(member, round);
-        if self.memory.round(at) != round {
+        let cell = self.cell(member, round);
+        if cell.round() != round {
             return None;
         }
-        let description = self.memory.description(at);
-        (self.memory.round_after_loads(at) == round).then_some(description)
+        let description = cell.description();
+        (cell.round_after_loads() == round).then_some(description)
     }
 
     /// End this round, once everything is read. `all_posted`: this member has seen a post of each other one.
+    #[inline]
     pub fn finish_round(&mut self, all_posted: bool) {
         self.memory.set_done(self.own, self.round);
         if all_posted {
@@ -229,8 +248,10 @@ impl<M: BoardMemory> Board<M> {
         self.round += 1;
     }
 
-    fn cell(&self, member: u32, round: u64) -> Cell {
+    #[inline]
+    #[track_caller]
+    fn cell(&self, member: u32, round: u64) -> M::Cell<'_> {
         assert!(member < self.members, "member {member} of {}", self.members);
-        Cell { member, index: (round % M::CELLS) as usize }
+        self.memory.cell(member, (round % M::CELLS) as usize)
     }
 }

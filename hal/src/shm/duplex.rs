@@ -148,6 +148,7 @@ impl Duplex {
     }
 
     /// Return the doorbell that this end rings.
+    #[inline]
     pub fn peer_bell(&self) -> Doorbell<&AtomicU32> {
         Doorbell::new(&self.peer().bell)
     }
@@ -210,6 +211,7 @@ impl Duplex {
         words_of(&self.memory, self.is_creator)
     }
 
+    #[inline]
     fn peer(&self) -> &EndWords {
         words_of(&self.memory, !self.is_creator)
     }
@@ -266,6 +268,7 @@ fn capacity_of(len_bytes: usize) -> Result<u32, DuplexError> {
 }
 
 /// Return the words of one end.
+#[inline]
 fn words_of(memory: &BarMemory, is_creators: bool) -> &EndWords {
     let words = memory.words();
     assert!(size_of_val(words) >= STREAMS_AT_BYTES, "checked when the memory was created or opened");

@@ -19,6 +19,8 @@ use sumac_hal::op::{OpDesc, ReduceOp};
 pub struct Prepared<B: OwnedBuffer> {
     core: SharedCore,
     stripes: Arc<Stripes>,
+    /// There are no further trees and no progress thread.
+    is_by_caller: bool,
     call: PreparedCall,
     /// `None` while a started run has them, and after an error that did not return them.
     buffers: Option<Box<B>>,
@@ -68,6 +70,7 @@ impl Communicator {
             Ok(call) => Ok(Prepared {
                 core: self.core.clone(),
                 stripes: Arc::clone(&self.stripes),
+                is_by_caller: self.stripes.is_single() && !self.core.has_progress_thread(),
                 call,
                 buffers: Some(buffers),
                 output,
@@ -84,13 +87,15 @@ impl<B: OwnedBuffer> Prepared<B> {
     /// # Errors
     /// [`Error`] if it failed or was rejected, or a started run has not been waited for.
     pub fn run(&mut self) -> Result<Outcome, Error> {
-        let Self { core, stripes, call, buffers, output, .. } = self;
+        let Self { core, stripes, is_by_caller, call, buffers, output, .. } = self;
         let buffers = buffers.as_deref_mut().ok_or_else(in_flight)?;
         let mut buffers = borrow(buffers, output);
-        match (stripes.is_single(), core.has_progress_thread()) {
-            (true, false) => core.lock()?.run_prepared(call, buffers),
-            (true, true) => core.run_by_thread(call.desc(), None, &mut buffers, call.options()),
-            (false, _) => {
+        if *is_by_caller {
+            return core.lock_settled()?.run_prepared(call, buffers);
+        }
+        match stripes.is_single() {
+            true => core.run_by_thread(call.desc(), None, &mut buffers, call.options()),
+            false => {
                 let mut core = core.lock()?;
                 core.serve_submissions();
                 stripes.run(&mut core, *call.desc(), &mut buffers, call.options())

@@ -66,7 +66,8 @@ impl Core {
         let is_in_place = matches!(buffers, Buffers::InPlace(_));
         let is_short = is_for_board(&desc, Path::OneShot, self.data.place.ranks());
         let decided = if is_short { self.decided_before((&desc, options), is_in_place) } else { None };
-        let run = |core: &mut Self, decided: &Decided, buffers| core.run_round((&desc, options), decided, buffers);
+        let run =
+            |core: &mut Self, decided: &Decided, buffers| core.run_round((&desc, options), (decided, None), buffers);
         if let Some(result) = decided.as_ref().and_then(|decided| run(self, decided, buffers.reborrow())) {
             return result;
         }

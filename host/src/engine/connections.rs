@@ -33,12 +33,12 @@ impl Connections {
         Context { op_index: self.scheduled - 1, number, signature, desc: *desc, path, deadline }
     }
 
-    /// Attempt a round as the next operation, that of call `number`; returns its index, too.
+    /// Attempt a round as the next operation, that of call `number`; returns its index, too. See [`Mesh::attempt`].
+    #[inline]
     pub(super) fn attempt(&mut self, (round, number): (&Round, u32), buffers: Buffers<'_>) -> (Attempt, u64) {
         let op_index = self.scheduled;
-        let attempt = self.mesh.attempt(round, (op_index, number), buffers);
-        self.scheduled += u64::from(attempt != Attempt::None);
-        (attempt, op_index)
+        self.scheduled += 1;
+        (self.mesh.attempt(round, (op_index, number), buffers), op_index)
     }
 
     /// Run a schedule to completion.
@@ -109,6 +109,7 @@ impl HostPath {
     }
 
     /// Return the connections, unless they are lent.
+    #[inline]
     pub(super) fn connections(&mut self) -> Option<&mut Connections> {
         self.connections.as_deref_mut()
     }

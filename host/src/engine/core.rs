@@ -7,6 +7,7 @@
 
 use super::config::JoinConfig;
 use super::data_path::{DataPath, Deadline};
+use super::decided::Settled;
 use super::element::Element;
 use super::error::{Error, OutputState};
 use super::inside::Inside;
@@ -51,6 +52,8 @@ pub(crate) struct Core {
     /// The parts inside servers of the last operation that had some.
     pub(super) inside: Option<Arc<Inside>>,
     splits: u64,
+    /// What the next short call need not look at again ([`super::rounds`]).
+    pub(super) settled: Option<Settled>,
 }
 
 /// A rank's membership in its job.
@@ -86,7 +89,13 @@ impl Core {
             rail: None,
             inside: None,
             splits: 0,
+            settled: None,
         }
+    }
+
+    /// Whatever the next short call depends on may change now.
+    pub(super) const fn unsettle(&mut self) {
+        self.settled = None;
     }
 
     /// Leave progress to a thread.
@@ -334,6 +343,14 @@ impl Core {
 
 /// Lock a core.
 pub(crate) fn lock(core: &Mutex<Core>) -> MutexGuard<'_, Core> {
+    let mut core = lock_settled(core);
+    core.unsettle();
+    core
+}
+
+/// Lock a core for a call that unsettles it unless it changes nothing.
+#[inline]
+pub(super) fn lock_settled(core: &Mutex<Core>) -> MutexGuard<'_, Core> {
     // A thread that panicked left the protocol state as it was between two packets, which is consistent.
     core.lock().unwrap_or_else(PoisonError::into_inner)
 }

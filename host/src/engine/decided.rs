@@ -32,3 +32,15 @@ impl Decided {
         self.generation == generation
     }
 }
+
+/// What a call found before it ran as an attempt: nothing is under way that it must handle, and the board can be used.
+///
+/// What the communicator has changes only under its lock, and who takes that for anything else than a short call that
+/// is complete at once forgets this value. Everything else is counted
+/// ([`Notices::changes`](super::notices::Notices::changes)).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Settled {
+    /// The [`Selection::generation`](super::selection::Selection::generation), while no ranks are excluded.
+    pub(super) generation: u64,
+    pub(super) changes: u64,
+}

@@ -26,6 +26,7 @@ impl Dropped {
     }
 
     /// Return whether the queue has entries.
+    #[inline]
     pub(crate) fn is_any(&self) -> bool {
         self.is_any.load(Ordering::Acquire)
     }

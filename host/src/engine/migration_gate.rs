@@ -103,6 +103,7 @@ impl MigrationGate {
     }
 
     /// Count the next call. Calls of a communicator are counted one at a time.
+    #[inline]
     pub(super) fn count_call(&self) -> u64 {
         let call = self.begun.load(Ordering::Relaxed);
         self.begun.store(call + 1, Ordering::SeqCst);
@@ -110,6 +111,7 @@ impl MigrationGate {
     }
 
     /// Count the next call if it may begin at once.
+    #[inline]
     pub(super) fn count_open_call(&self) -> Option<u64> {
         let call = self.count_call();
         if call < self.limit.load(Ordering::SeqCst) {

@@ -13,7 +13,7 @@ use crate::controller::proto::{AbortReason, QueuePosition};
 use crate::recovery::Migration;
 use crate::transport::memory;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle};
 use sumac_hal::ids::Rank;
@@ -23,6 +23,8 @@ use sumac_hal::udp::Waker;
 /// Events from outside of the communicator's calls, and who is woken by them.
 #[derive(Debug)]
 pub(crate) struct Notices {
+    /// How often anything has changed that a call looks at before it begins.
+    changes: AtomicU64,
     /// Whether `peers` holds any news.
     has_news: AtomicBool,
     is_cancelled: AtomicBool,
@@ -115,6 +117,7 @@ impl Notices {
         Self {
             queue,
             is_queued: AtomicBool::new(false),
+            changes: AtomicU64::new(0),
             has_news,
             is_cancelled,
             process: ProcessMark::new(),
@@ -131,6 +134,7 @@ impl Notices {
     }
 
     /// Return whether this process was forked from the one that joined.
+    #[inline]
     pub(crate) fn is_forked(&self) -> bool {
         self.process.is_forked()
     }
@@ -168,8 +172,27 @@ impl Notices {
         }
     }
 
-    /// Wake whoever waits.
+    /// Return a number that changes whenever anything has changed that a call looks at before it begins, but for the
+    /// limit of the [`MigrationGate`]. Read it before that: what changes later changes the number, too.
+    #[inline]
+    pub(super) fn changes(&self) -> u64 {
+        self.changes.load(Ordering::Acquire)
+    }
+
+    /// Something that calls look at has changed, and is published.
+    fn count_change(&self) {
+        self.changes.fetch_add(1, Ordering::Release);
+    }
+
+    /// Queue a dropped handle.
+    pub(super) fn push_dropped(&self, push: impl FnOnce(&Dropped)) {
+        push(&self.dropped);
+        self.count_change();
+    }
+
+    /// Something has changed, and is published: wake whoever waits.
     pub(super) fn wake(&self) {
+        self.count_change();
         self.submissions.get().into_iter().for_each(|submissions| submissions.ring());
         self.migration.wake();
         let wakers = self.wakers();
@@ -245,6 +268,7 @@ impl Notices {
         let mut queue = self.queue();
         *queue = Queue { position, is_updated: true };
         self.is_queued.store(position.is_some(), Ordering::Release);
+        self.count_change();
     }
 
     /// Set the position reported on joining, unless a notice has updated it already: notices are newer, but may be read
@@ -254,9 +278,11 @@ impl Notices {
         if !queue.is_updated {
             queue.position = position;
             self.is_queued.store(position.is_some(), Ordering::Release);
+            self.count_change();
         }
     }
 
+    #[inline]
     pub(crate) fn queue_position(&self) -> Option<QueuePosition> {
         if self.is_queued.load(Ordering::Acquire) { self.queue().position } else { None }
     }
@@ -370,6 +396,7 @@ impl Notices {
         self.wake();
     }
 
+    #[inline]
     pub(super) fn is_cancelled(&self) -> bool {
         self.is_cancelled.load(Ordering::Acquire)
     }
@@ -416,6 +443,31 @@ mod tests {
         notices.cancel();
         let woken = [&mut first, &mut second].map(|port| port.wait(Some(Duration::ZERO)));
         assert_eq!((woken, notices.is_cancelled()), ([Wake::Timeout; 2], true));
+    }
+
+    /// A prepared operation relies on it: it looks at nothing else while the number stays.
+    #[test]
+    fn everything_that_calls_look_at_changes_the_number() {
+        let notices = Notices::new(port().waker());
+        let (place, mut last) = (QueuePosition { position: 1, of: 2 }, notices.changes());
+        for (what, notify) in [
+            ("a place", &(|| notices.init_queue_position(Some(place))) as &dyn Fn()),
+            ("another place", &|| notices.set_queue_position(Some(QueuePosition { position: 0, ..place }))),
+            ("no place", &|| notices.set_queue_position(None)),
+            ("a lost tree", &|| notices.tree_lost(0)),
+            ("a lost rank", &|| notices.rank_lost(Rank(1))),
+            ("a view change", &|| notices.view_change_requested(3)),
+            ("an abort", &|| notices.job_aborted(AbortReason::Stragglers { missing: vec![Rank(1)] })),
+            ("a dropped handle", &|| notices.push_dropped(|dropped| dropped.push(7))),
+            ("a cancellation", &|| notices.cancel()),
+        ] {
+            notify();
+            assert!(notices.changes() > last, "{what}");
+            last = notices.changes();
+        }
+        notices.view_change_requested(2);
+        notices.init_queue_position(Some(place));
+        assert_eq!(notices.changes(), last, "known before");
     }
 
     #[test]

@@ -90,7 +90,7 @@ struct Scheduling {
 }
 
 /// Return the number of a call as other ranks are told it: from 1, modulo 2^32.
-const fn number_of(call: u64) -> u32 {
+pub(super) const fn number_of(call: u64) -> u32 {
     (call as u32).wrapping_add(1)
 }
 

@@ -3,6 +3,9 @@
 //! Invariant: what was decided is used only while it is what a call would be decided to be: until the view, the tree or
 //! the controller's offers change, which [`Selection::generation`](super::selection::Selection::generation) counts.
 //! Then the next run decides anew.
+//!
+//! A run that is complete at once leaves everything settled for the next one ([`super::rounds`]). Whoever runs a
+//! prepared operation holds the core's lock for nothing else.
 
 use super::core::Core;
 use super::decided::Decided;
@@ -57,12 +60,18 @@ impl Core {
     /// As those of [`Core::run`].
     #[inline]
     pub(crate) fn run_prepared(&mut self, call: &mut PreparedCall, mut buffers: Buffers<'_>) -> Result<Outcome, Error> {
+        let PreparedCall { desc, options, extent, decided } = call;
+        // Whatever this run does, it must settle everything anew.
+        if let (Some(settled), Some(decided)) = (self.settled.take(), decided.as_ref())
+            && let Some(result) = self.run_settled((desc, options), (decided, settled), buffers.reborrow())
+        {
+            return result;
+        }
+        let changes = self.notices().changes();
         self.check_usable()?;
         let is_in_place = matches!(buffers, Buffers::InPlace(_));
-        let PreparedCall { desc, options, extent, decided } = call;
-        let before = decided.as_ref().and_then(|decided| self.run_round((desc, options), decided, buffers.reborrow()));
-        if let Some(result) = before {
-            self.data.operations.calling = None;
+        let run = |decided| self.run_round((desc, options), (decided, Some(changes)), buffers.reborrow());
+        if let Some(result) = decided.as_ref().and_then(run) {
             return result;
         }
         extent.check(desc, &buffers)?;

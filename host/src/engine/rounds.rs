@@ -5,11 +5,12 @@
 
 use super::connections::Collective;
 use super::core::Core;
-use super::decided::Decided;
+use super::decided::{Decided, Settled};
 use super::error::Error;
+use super::operations::number_of;
 use super::options::{CallOptions, Outcome};
 use crate::exec::round::{Attempt, Round};
-use crate::exec::{Buffers, Execution};
+use crate::exec::{Buffers, Execution, Mesh};
 use std::sync::Arc;
 use std::time::Instant;
 use sumac_hal::op::{OpDesc, Path, ReduceOp};
@@ -65,47 +66,94 @@ impl Core {
     }
 
     /// Run a call as it was decided, if the buffers have the right lengths, the board can be used and nothing else is
-    /// under way. `None`: it has not begun.
+    /// under way. `None`: it has not begun. The next call may be settled if nothing but this one is done under the
+    /// core's lock, and `changes` is what [`Notices::changes`](super::notices::Notices::changes) returned before the
+    /// communicator was found to be usable.
     #[inline]
     pub(super) fn run_round(
         &mut self,
-        (desc, options): (&OpDesc, &CallOptions),
-        decided: &Decided,
-        mut buffers: Buffers<'_>,
+        call: (&OpDesc, &CallOptions),
+        (decided, changes): (&Decided, Option<u64>),
+        buffers: Buffers<'_>,
     ) -> Option<Result<Outcome, Error>> {
         let round = decided.round.as_deref()?;
         let (generation, missing) = self.data.generation();
-        if !decided.is_of(generation) || !self.is_quiet(missing) {
+        if !decided.is_of(generation) || !self.is_quiet(missing) || !round.fits(&buffers) {
             return None;
         }
-        let call = self.notices().migration.count_open_call()?;
-        if call % OTHER_WAY_INTERVAL == 0 {
-            self.uncount_call(call);
+        let number = self.count_short_call()?;
+        if !self.data.host.mesh().is_some_and(Mesh::can_attempt) {
+            self.uncount_call(number);
             return None;
         }
-        self.data.operations.calling = Some(call);
-        let number = self.data.operations.scheduled_number();
-        let connections = self.data.host.connections();
-        let attempt = connections.map(|connections| connections.attempt((round, number), buffers.reborrow()));
-        match attempt {
-            Some((Attempt::Complete, _)) => Some(Ok(Outcome {
-                path: decided.chosen.path,
-                trees: 0,
-                transfer: None,
-                fallback: decided.chosen.fallback.clone(),
-                wire_bytes: round.sent_bytes(),
-                retransmits: 0,
-                recovered: false,
-                slowest: None,
-                missing,
-            })),
-            Some((Attempt::Begun { has_posted }, op_index)) => {
-                Some(self.finish_round((desc, options), (decided, round), (has_posted, (op_index, number)), buffers))
+        let settled = changes.filter(|_| missing.is_empty()).map(|changes| Settled { generation, changes });
+        self.attempt((call, number), (decided, round), buffers, (settled, missing))
+    }
+
+    /// Run a call as it was decided, if nothing has changed since the last call was an attempt that was complete.
+    /// `None`: it has not begun.
+    #[inline]
+    pub(super) fn run_settled(
+        &mut self,
+        call: (&OpDesc, &CallOptions),
+        (decided, settled): (&Decided, Settled),
+        buffers: Buffers<'_>,
+    ) -> Option<Result<Outcome, Error>> {
+        let round = decided.round.as_deref()?;
+        let now = Settled { generation: decided.generation, changes: self.notices().changes() };
+        if settled != now || !round.fits(&buffers) {
+            return None;
+        }
+        let number = self.count_short_call()?;
+        self.attempt((call, number), (decided, round), buffers, (Some(settled), RankMask::EMPTY))
+    }
+
+    /// Count a call, unless it takes the way of all others.
+    #[inline]
+    fn count_short_call(&mut self) -> Option<u64> {
+        let number = self.notices().migration.count_open_call()?;
+        if number % OTHER_WAY_INTERVAL == 0 {
+            self.uncount_call(number);
+            return None;
+        }
+        Some(number)
+    }
+
+    /// Attempt a call that was counted, and finish it. If it is complete at once, the next one finds things as
+    /// `settled` says.
+    #[inline]
+    fn attempt(
+        &mut self,
+        (call, number): ((&OpDesc, &CallOptions), u64),
+        (decided, round): (&Decided, &Round),
+        mut buffers: Buffers<'_>,
+        (settled, missing): (Option<Settled>, RankMask),
+    ) -> Option<Result<Outcome, Error>> {
+        let Some(connections) = self.data.host.connections() else {
+            self.uncount_call(number);
+            return None;
+        };
+        let told = number_of(number);
+        match connections.attempt((round, told), buffers.reborrow()) {
+            (Attempt::Complete, _) => {
+                self.settled = settled;
+                Some(Ok(Outcome {
+                    path: decided.chosen.path,
+                    trees: 0,
+                    transfer: None,
+                    fallback: decided.chosen.fallback.clone(),
+                    wire_bytes: round.sent_bytes(),
+                    retransmits: 0,
+                    recovered: false,
+                    slowest: None,
+                    missing,
+                }))
             }
-            Some((Attempt::None, _)) | None => {
+            (Attempt::Begun { has_posted }, op_index) => {
+                self.data.operations.calling = Some(number);
+                let result = self.finish_round(call, (decided, round), (has_posted, (op_index, told)), buffers);
                 self.data.operations.calling = None;
-                self.uncount_call(call);
-                None
+                Some(result)
             }
         }
     }

@@ -3,7 +3,7 @@
 //! Invariant: dropping the last share frees everything that the communicator had: memory, connections, threads. A
 //! thread that changes the view in the background may be using the core at that moment; it is cancelled and joined.
 
-use super::core::{Core, lock};
+use super::core::{Core, lock, lock_settled};
 use super::dropped::Dropped;
 use super::error::Error;
 use super::notices::Notices;
@@ -65,6 +65,7 @@ impl SharedCore {
         Ok(Self { shares: Some(Shares { guard, core, name, submissions, deadline, place }) })
     }
 
+    #[inline]
     pub(super) fn shares(&self) -> &Shares {
         self.shares.as_ref().expect("shares are present until drop")
     }
@@ -83,6 +84,15 @@ impl SharedCore {
         Ok(self.lock_before_thread(submissions))
     }
 
+    /// Lock the core to run a prepared operation, if callers make progress.
+    ///
+    /// # Errors
+    /// [`Error::Forked`].
+    #[inline]
+    pub(crate) fn lock_settled(&self) -> Result<MutexGuard<'_, Core>, Error> {
+        if self.is_forked() { Err(Error::Forked) } else { Ok(lock_settled(&self.shares().core)) }
+    }
+
     fn lock_before_thread(&self, submissions: &Submissions) -> MutexGuard<'_, Core> {
         let _caller = submissions.call();
         self.notices().wake();
@@ -95,6 +105,7 @@ impl SharedCore {
     }
 
     /// Return whether this process was forked from the one that joined.
+    #[inline]
     pub(crate) fn is_forked(&self) -> bool {
         self.notices().is_forked()
     }
@@ -109,13 +120,15 @@ impl SharedCore {
         if self.is_forked() {
             return;
         }
-        push(&self.notices().dropped);
+        self.notices().push_dropped(push);
         if let Ok(mut core) = self.shares().core.try_lock() {
+            core.unsettle();
             core.reclaim_dropped();
         }
     }
 
     /// Return the notices that arrive outside of calls.
+    #[inline]
     pub(crate) fn notices(&self) -> &Arc<Notices> {
         &self.shares().guard.0
     }

@@ -32,10 +32,9 @@ fn run<'b>(
     if (op_index + u64::from(mesh.place().rank().0)).is_multiple_of(2) {
         let (operation, is_in_place) = ((&desc, Path::OneShot), matches!(buffers, Buffers::InPlace(_)));
         let round = Round::new(operation, 1, &Arc::new(schedule.clone()), kernel, is_in_place)?;
-        if let Some(round) = round {
+        if let Some(round) = round.filter(|_| mesh.can_attempt()) {
             let numbers = (op_index, ctx.number);
             match mesh.attempt(&round, numbers, buffers.reborrow()) {
-                Attempt::None => {}
                 Attempt::Complete => return Ok(()),
                 Attempt::Begun { has_posted } => {
                     let begun = (&round, has_posted);

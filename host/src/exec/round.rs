@@ -51,8 +51,6 @@ pub(crate) struct Round {
 /// How far an attempt came.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Attempt {
-    /// It has not begun: the board cannot be used.
-    None,
     /// The operation is complete.
     Complete,
     /// The operation has begun, and some rank is late.
@@ -128,6 +126,7 @@ impl Round {
     }
 
     /// Return whether buffers have its lengths.
+    #[inline]
     pub(crate) fn fits(&self, buffers: &Buffers<'_>) -> bool {
         self.lengths
             == match buffers {
@@ -168,12 +167,16 @@ impl<'a> Execution<'a> {
 }
 
 impl Mesh {
+    /// Return whether the next call can be an attempt. Until an operation other than an attempt, it is the same for
+    /// all.
+    pub(crate) fn can_attempt(&mut self) -> bool {
+        self.poisoned.is_none() && self.uses_board() && !self.is_settling()
+    }
+
     /// Run a round as the operation of this index, if all ranks are here. `number` is that of the call
-    /// ([`Context::number`](super::Context::number)). It does not begin if the buffers have other lengths.
+    /// ([`Context::number`](super::Context::number)). Such attempts are possible ([`Mesh::can_attempt`]), and the
+    /// buffers have its lengths ([`Round::fits`]).
     pub(crate) fn attempt(&mut self, round: &Round, (op_index, number): (u64, u32), buffers: Buffers<'_>) -> Attempt {
-        if self.poisoned.is_some() || !self.uses_board() || self.is_settling() || !round.fits(&buffers) {
-            return Attempt::None;
-        }
         self.board.push(&round.call, op_index);
         let mut header = round.header;
         Header::set_numbers(&mut header, op_index, number);

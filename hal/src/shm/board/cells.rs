@@ -15,7 +15,7 @@
 //! All numbers are little-endian.
 
 use super::super::BarMemory;
-use super::{Board, BoardError, BoardMemory, Cell};
+use super::{Board, BoardCell, BoardError, BoardMemory};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
@@ -27,6 +27,8 @@ const BYTES_AT: usize = 16;
 
 /// The length of a description in bytes.
 pub(super) const DESCRIPTION_BYTES: usize = 64;
+
+const DESCRIPTION_AT: usize = CELL_BYTES - DESCRIPTION_BYTES;
 
 const CELL_BYTES: usize = (BYTES_AT + Board::CAPACITY_BYTES + DESCRIPTION_BYTES).next_multiple_of(LINES_BYTES);
 
@@ -59,45 +61,6 @@ impl Cells {
     }
 
     #[inline]
-    fn store(&self, at: usize, bytes: &[u8]) {
-        if bytes.len() > WORDS_MAX_BYTES {
-            self.0.write(at, bytes);
-            return;
-        }
-        let words = &self.0.words()[at / 8..];
-        let (whole, rest) = bytes.as_chunks::<8>();
-        if let ([piece], true) = (whole, rest.is_empty()) {
-            words[0].store(u64::from_ne_bytes(*piece), Ordering::Relaxed);
-            return;
-        }
-        for (word, piece) in words.iter().zip(whole) {
-            word.store(u64::from_ne_bytes(*piece), Ordering::Relaxed);
-        }
-        if !rest.is_empty() {
-            let mut last = [0; 8];
-            last[..rest.len()].copy_from_slice(rest);
-            words[whole.len()].store(u64::from_ne_bytes(last), Ordering::Relaxed);
-        }
-    }
-
-    #[inline]
-    fn load(&self, at: usize, bytes: &mut [u8]) {
-        if bytes.len() > WORDS_MAX_BYTES || !at.is_multiple_of(8) {
-            self.0.read(at, bytes);
-            return;
-        }
-        let words = &self.0.words()[at / 8..];
-        let (whole, rest) = bytes.as_chunks_mut::<8>();
-        for (word, piece) in words.iter().zip(whole.iter_mut()) {
-            *piece = word.load(Ordering::Relaxed).to_ne_bytes();
-        }
-        if !rest.is_empty() {
-            let last = words[whole.len()].load(Ordering::Relaxed).to_ne_bytes();
-            rest.copy_from_slice(&last[..rest.len()]);
-        }
-    }
-
-    #[inline]
     fn word(&self, at_bytes: usize) -> &AtomicU64 {
         &self.0.words()[at_bytes / 8]
     }
@@ -107,12 +70,18 @@ const fn member_at(member: u32) -> usize {
     member as usize * MEMBER_BYTES
 }
 
-const fn cell_at(Cell { member, index }: Cell) -> usize {
-    member_at(member) + LINES_BYTES + index * CELL_BYTES
-}
-
 impl BoardMemory for Cells {
     const CELLS: u64 = Board::ROUNDS_AHEAD;
+
+    type Cell<'m> = CellWords<'m>;
+
+    #[inline]
+    #[track_caller]
+    fn cell(&self, member: u32, index: usize) -> CellWords<'_> {
+        let at_bytes = member_at(member) + LINES_BYTES + index * CELL_BYTES;
+        let words = self.0.words()[at_bytes / 8..].first_chunk().expect("the memory has cells for all members");
+        CellWords { words, memory: &self.0, at_bytes }
+    }
 
     #[inline]
     fn done(&self, member: u32) -> u64 {
@@ -123,69 +92,117 @@ impl BoardMemory for Cells {
     fn set_done(&self, member: u32, round: u64) {
         self.word(member_at(member)).store(round.to_le(), Ordering::Release);
     }
+}
 
+/// A cell. Its words are found once for all accesses.
+#[derive(Debug, Clone, Copy)]
+pub struct CellWords<'m> {
+    words: &'m [AtomicU64; CELL_BYTES / 8],
+    memory: &'m BarMemory,
+    at_bytes: usize,
+}
+
+impl BoardCell for CellWords<'_> {
     #[inline]
-    fn round(&self, at: Cell) -> u64 {
-        u64::from_le(self.word(cell_at(at)).load(Ordering::Acquire))
+    fn round(&self) -> u64 {
+        u64::from_le(self.words[0].load(Ordering::Acquire))
     }
 
     #[inline]
-    fn round_after_loads(&self, at: Cell) -> u64 {
+    fn round_after_loads(&self) -> u64 {
         fence(Ordering::Acquire);
-        u64::from_le(self.word(cell_at(at)).load(Ordering::Relaxed))
+        u64::from_le(self.words[0].load(Ordering::Relaxed))
     }
 
     #[inline]
-    fn clear_round(&self, at: Cell) {
-        self.word(cell_at(at)).store(0, Ordering::Relaxed);
+    fn clear_round(&self) {
+        self.words[0].store(0, Ordering::Relaxed);
         fence(Ordering::Release);
     }
 
     #[inline]
-    fn set_round(&self, at: Cell, round: u64) {
-        self.word(cell_at(at)).store(round.to_le(), Ordering::Release);
+    fn set_round(&self, round: u64) {
+        self.words[0].store(round.to_le(), Ordering::Release);
     }
 
     #[inline]
-    fn tag(&self, at: Cell) -> u64 {
-        u64::from_le(self.word(cell_at(at) + 8).load(Ordering::Relaxed))
+    fn tag(&self) -> u64 {
+        u64::from_le(self.words[1].load(Ordering::Relaxed))
     }
 
     #[inline]
-    fn set_tag(&self, at: Cell, tag: u64) {
-        self.word(cell_at(at) + 8).store(tag.to_le(), Ordering::Relaxed);
+    fn set_tag(&self, tag: u64) {
+        self.words[1].store(tag.to_le(), Ordering::Relaxed);
     }
 
     #[inline]
-    fn description(&self, at: Cell) -> [u8; DESCRIPTION_BYTES] {
+    fn description(&self) -> [u8; DESCRIPTION_BYTES] {
         let mut description = [0; DESCRIPTION_BYTES];
-        self.load(cell_at(at) + CELL_BYTES - DESCRIPTION_BYTES, &mut description);
+        for (index, piece) in description.as_chunks_mut().0.iter_mut().enumerate() {
+            *piece = self.words[DESCRIPTION_AT / 8 + index].load(Ordering::Relaxed).to_ne_bytes();
+        }
         description
     }
 
     #[inline]
-    fn set_description(&self, at: Cell, description: &[u8; DESCRIPTION_BYTES]) {
-        const WORDS: usize = DESCRIPTION_BYTES / 8;
-        let first = (cell_at(at) + CELL_BYTES - DESCRIPTION_BYTES) / 8;
-        // Arrays of known length, so that the bounds are checked once.
-        let (Some(words), Some(pieces)) =
-            (self.0.words()[first..].first_chunk::<WORDS>(), description.as_chunks::<8>().0.first_chunk::<WORDS>())
-        else {
-            return;
-        };
-        for index in 0..WORDS {
-            words[index].store(u64::from_ne_bytes(pieces[index]), Ordering::Relaxed);
+    fn set_description(&self, description: &[u8; DESCRIPTION_BYTES]) {
+        for (index, piece) in description.as_chunks().0.iter().enumerate() {
+            self.words[DESCRIPTION_AT / 8 + index].store(u64::from_ne_bytes(*piece), Ordering::Relaxed);
         }
     }
 
     #[inline]
-    fn read(&self, at: Cell, start: usize, bytes: &mut [u8]) {
-        self.load(cell_at(at) + BYTES_AT + start, bytes);
+    fn read(&self, start: usize, bytes: &mut [u8]) {
+        let (whole, rest) = bytes.as_chunks_mut::<8>();
+        if let ([piece], true, true) = (whole, rest.is_empty(), start == 0) {
+            *piece = self.words[BYTES_AT / 8].load(Ordering::Relaxed).to_ne_bytes();
+            return;
+        }
+        self.load(start, bytes);
     }
 
     #[inline]
-    fn write(&self, at: Cell, bytes: &[u8]) {
-        self.store(cell_at(at) + BYTES_AT, bytes);
+    fn write(&self, bytes: &[u8]) {
+        if let ([piece], true) = (bytes.as_chunks().0, bytes.len() == 8) {
+            self.words[BYTES_AT / 8].store(u64::from_ne_bytes(*piece), Ordering::Relaxed);
+            return;
+        }
+        self.store(bytes);
+    }
+}
+
+impl CellWords<'_> {
+    fn store(&self, bytes: &[u8]) {
+        if bytes.len() > WORDS_MAX_BYTES {
+            self.memory.write(self.at_bytes + BYTES_AT, bytes);
+            return;
+        }
+        let words = &self.words[BYTES_AT / 8..];
+        let (whole, rest) = bytes.as_chunks::<8>();
+        for (word, piece) in words.iter().zip(whole) {
+            word.store(u64::from_ne_bytes(*piece), Ordering::Relaxed);
+        }
+        if !rest.is_empty() {
+            let mut last = [0; 8];
+            last[..rest.len()].copy_from_slice(rest);
+            words[whole.len()].store(u64::from_ne_bytes(last), Ordering::Relaxed);
+        }
+    }
+
+    fn load(&self, start: usize, bytes: &mut [u8]) {
+        if bytes.len() > WORDS_MAX_BYTES || !start.is_multiple_of(8) {
+            self.memory.read(self.at_bytes + BYTES_AT + start, bytes);
+            return;
+        }
+        let words = &self.words[(BYTES_AT + start) / 8..];
+        let (whole, rest) = bytes.as_chunks_mut::<8>();
+        for (word, piece) in words.iter().zip(whole.iter_mut()) {
+            *piece = word.load(Ordering::Relaxed).to_ne_bytes();
+        }
+        if !rest.is_empty() {
+            let last = words[whole.len()].load(Ordering::Relaxed).to_ne_bytes();
+            rest.copy_from_slice(&last[..rest.len()]);
+        }
     }
 }
 

@@ -5,7 +5,7 @@
 //! shows that the search can find such errors.
 
 use super::cells::DESCRIPTION_BYTES;
-use super::{Board, BoardMemory, Cell};
+use super::{Board, BoardCell, BoardMemory};
 use loom::cell::UnsafeCell;
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU64, Ordering, fence};
@@ -51,6 +51,12 @@ impl Memory {
 impl BoardMemory for Arc<Memory> {
     const CELLS: u64 = 1;
 
+    type Cell<'m> = MemberCell<'m>;
+
+    fn cell(&self, member: u32, _index: usize) -> MemberCell<'_> {
+        MemberCell { memory: self, member: member as usize }
+    }
+
     fn done(&self, member: u32) -> u64 {
         self.done[member as usize].load(Ordering::Acquire)
     }
@@ -58,37 +64,45 @@ impl BoardMemory for Arc<Memory> {
     fn set_done(&self, member: u32, round: u64) {
         self.done[member as usize].store(round, self.rules.done);
     }
+}
 
-    fn round(&self, at: Cell) -> u64 {
-        self.rounds[at.member as usize].load(Ordering::Acquire)
+/// The cell of a member.
+struct MemberCell<'m> {
+    memory: &'m Memory,
+    member: usize,
+}
+
+impl BoardCell for MemberCell<'_> {
+    fn round(&self) -> u64 {
+        self.memory.rounds[self.member].load(Ordering::Acquire)
     }
 
-    fn round_after_loads(&self, at: Cell) -> u64 {
+    fn round_after_loads(&self) -> u64 {
         fence(Ordering::Acquire);
-        self.rounds[at.member as usize].load(Ordering::Relaxed)
+        self.memory.rounds[self.member].load(Ordering::Relaxed)
     }
 
-    fn clear_round(&self, at: Cell) {
-        if self.rules.clears {
-            self.rounds[at.member as usize].store(0, Ordering::Relaxed);
+    fn clear_round(&self) {
+        if self.memory.rules.clears {
+            self.memory.rounds[self.member].store(0, Ordering::Relaxed);
             fence(Ordering::Release);
         }
     }
 
-    fn set_round(&self, at: Cell, round: u64) {
-        self.rounds[at.member as usize].store(round, self.rules.publish);
+    fn set_round(&self, round: u64) {
+        self.memory.rounds[self.member].store(round, self.memory.rules.publish);
     }
 
-    fn tag(&self, at: Cell) -> u64 {
-        self.tags[at.member as usize].load(Ordering::Relaxed)
+    fn tag(&self) -> u64 {
+        self.memory.tags[self.member].load(Ordering::Relaxed)
     }
 
-    fn set_tag(&self, at: Cell, tag: u64) {
-        self.tags[at.member as usize].store(tag, Ordering::Relaxed);
+    fn set_tag(&self, tag: u64) {
+        self.memory.tags[self.member].store(tag, Ordering::Relaxed);
     }
 
-    fn description(&self, at: Cell) -> [u8; DESCRIPTION_BYTES] {
-        let words = &self.descriptions[at.member as usize];
+    fn description(&self) -> [u8; DESCRIPTION_BYTES] {
+        let words = &self.memory.descriptions[self.member];
         let mut description = [0; DESCRIPTION_BYTES];
         // The first and the last word: what lies between them is torn if they differ.
         description[..8].copy_from_slice(&words[0].load(Ordering::Relaxed).to_le_bytes());
@@ -96,20 +110,20 @@ impl BoardMemory for Arc<Memory> {
         description
     }
 
-    fn set_description(&self, at: Cell, description: &[u8; DESCRIPTION_BYTES]) {
-        let words = &self.descriptions[at.member as usize];
+    fn set_description(&self, description: &[u8; DESCRIPTION_BYTES]) {
+        let words = &self.memory.descriptions[self.member];
         words[0].store(u64::from(description[0]), Ordering::Relaxed);
         words[1].store(u64::from(description[56]), Ordering::Relaxed);
     }
 
-    fn read(&self, at: Cell, _start: usize, bytes: &mut [u8]) {
+    fn read(&self, _start: usize, bytes: &mut [u8]) {
         // SAFETY: `loom` aborts the model if another thread may write at the same time.
-        bytes[0] = self.posts[at.member as usize].with(|post| unsafe { *post });
+        bytes[0] = self.memory.posts[self.member].with(|post| unsafe { *post });
     }
 
-    fn write(&self, at: Cell, bytes: &[u8]) {
+    fn write(&self, bytes: &[u8]) {
         // SAFETY: `loom` aborts the model if another thread may access it at the same time.
-        self.posts[at.member as usize].with_mut(|post| unsafe { *post = bytes[0] });
+        self.memory.posts[self.member].with_mut(|post| unsafe { *post = bytes[0] });
     }
 }
 
