@@ -38,7 +38,7 @@ pub(crate) fn join_config(py: Python<'_>, settings: &Bound<'_, PyDict>) -> PyRes
 }
 
 /// What [`join`](crate::communicator::join) takes, each by the name and in the format of [`JoinConfig::set`].
-const SETTINGS: [&str; 24] = [
+const SETTINGS: [&str; 25] = [
     "controller",
     "embedded_controller",
     "key",

@@ -5,6 +5,9 @@
 use crate::schedule::{Place, Schedule, Span, hybrid, rab};
 use sumac_hal::op::Path;
 
+/// Schedules the part of a rank of so many elements, on servers of so many ranks.
+type Make = fn(Place, usize, u32) -> Schedule;
+
 /// The parts of a rank inside its server.
 #[derive(Debug)]
 pub(super) struct Inside {
@@ -19,7 +22,7 @@ pub(super) struct Inside {
 impl Inside {
     /// Schedule the parts of a rank on servers of `each` ranks.
     pub(super) fn new(path: Path, place: Place, count: usize, each: u32) -> Self {
-        let (make, block): ([fn(Place, usize, u32) -> Schedule; 2], _) = match path {
+        let (make, block): ([Make; 2], _) = match path {
             Path::Rab => {
                 let block = rab::is_leader(place.rank(), each).then(|| Span::first(count));
                 ([rab::reduce_inside, rab::broadcast_inside], block)

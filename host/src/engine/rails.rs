@@ -112,12 +112,12 @@ fn join_rail(config: &JoinConfig, place: Place, [servers, each]: [u32; 2]) -> Re
     }
 }
 
+/// This rank's rail, if it has one, and what operations by rails are selected by; or why there are none.
+type Joined = Result<(Option<Arc<Rail>>, TreeFacts), String>;
+
 /// Agree with all ranks on whether every rail has a tree, and on what is selected by. Those that join none agree
 /// with the others.
-fn agree(
-    main: &mut Core,
-    joined: Result<Option<(Rail, TreeFacts)>, String>,
-) -> Result<Result<(Option<Arc<Rail>>, TreeFacts), String>, Error> {
+fn agree(main: &mut Core, joined: Result<Option<(Rail, TreeFacts)>, String>) -> Result<Joined, Error> {
     let (rail, own) = match joined {
         Ok(Some((rail, facts))) => (Ok(Some(rail)), Worst::of(&facts)),
         Ok(None) => (Ok(None), Worst([u64::MAX; WORST_LEN])),
