@@ -75,3 +75,17 @@ fn rab_is_priced_by_shared_memory_inside_and_the_tree_of_leaders() {
     assert!((whole - (inside[0] + inside[1] + leaders)).abs() < 1e-9 * whole, "{whole}: {inside:?}, {leaders}");
     assert!(!has_fitted_constants(Path::Rab));
 }
+
+/// Every other way has steps between servers, of which ranks that share no tree take several.
+#[test]
+fn auto_takes_rab_where_steps_between_servers_are_dear() {
+    let mut table = round();
+    table.constants.alpha_step_s = 1e9;
+    let tree = Err("no tree for all ranks".into());
+    let context = SelectionContext { ranks_per_host: 4, tree, table, leaders: Ok(TREE), ..in_shape("servers:4", 16) };
+    assert_eq!(explain(&context, &sum(1), Algo::Auto).chosen, Some(Path::Rab));
+    let cheap = SelectionContext { table: round(), ..context.clone() };
+    assert_ne!(explain(&cheap, &sum(1), Algo::Auto).chosen, Some(Path::Rab));
+    let without = SelectionContext { leaders: Err("not joined".into()), ..context };
+    assert_ne!(explain(&without, &sum(1), Algo::Auto).chosen, Some(Path::Rab));
+}
