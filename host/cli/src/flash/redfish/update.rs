@@ -197,6 +197,9 @@ impl Update<'_> {
                     }
                 },
                 Err(RedfishError::Status { status: 404, .. }) => return Err(RedfishError::TaskGone { path, state }),
+                Err(RedfishError::TimeLimit { limit, doing }) => {
+                    return Err(RedfishError::TimeLimit { limit, doing: format!("the task is {state}; {doing}") });
+                }
                 // It may be busy, or start again because of the update.
                 Err(error) if is_passing(&error) && missing + 1 < self.plan.gone_polls => missing += 1,
                 Err(error) => return Err(error),
