@@ -1,38 +1,26 @@
 //! All-reduces by `hybrid`: ranks on servers reduce-scatter inside, each rail reduces its block in a tree of its own,
 //! and the servers all-gather.
 
+mod by_rails;
 mod common;
 
-use common::{Cluster, over_udp, prefer_tree};
+use by_rails::{EACH, LARGE, LONG, check, checked_sum, controller, rails, wait_until};
+use common::{Cluster, over_udp};
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Barrier, Mutex};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use sumac::controller::{ControllerConfig, Quota, Quotas, status};
-use sumac::topo::generate;
 use sumac::{
-    Algo, Buffers, CallOptions, Communicator, Dtype, Element, Error, JoinConfig, JoinError, OpDesc, Outcome, Path,
-    Progress, ReduceOp, Straggler,
+    Algo, CallOptions, Communicator, Dtype, Error, JoinConfig, JoinError, OpDesc, Path, Progress, ReduceOp, Straggler,
 };
-use sumac_hal::uplink::HopTimers;
 
-/// A passing test never reaches it.
-const LONG: Duration = Duration::from_secs(30);
-
-/// Ranks on each server, and so rails.
-const EACH: u32 = 2;
-
-/// The number of elements of the largest operation.
-const LARGE: usize = 1 << 18;
+/// The algorithm, and its path.
+const BY: (Algo, Path) = (Algo::Hybrid, Path::Hybrid);
 
 fn by_hybrid() -> CallOptions {
     CallOptions { algo: Some(Algo::Hybrid), ..CallOptions::default() }
-}
-
-fn controller() -> ControllerConfig {
-    let timers = HopTimers { dead: Duration::from_millis(700), ..HopTimers::DEFAULT };
-    ControllerConfig { timers, ..prefer_tree() }
 }
 
 /// Ranks that join rails, on servers of [`EACH`].
@@ -48,57 +36,6 @@ fn on_rails(config: &mut JoinConfig) {
     config.host = Some(format!("n{} rail{}", config.rank / EACH, config.rank % EACH));
 }
 
-/// A fabric of rails, which no cable joins: only rails have trees.
-fn rails(servers: u32) -> Cluster {
-    let servers = servers as usize;
-    let rails = EACH as usize;
-    let shape = generate::Rails { servers, rails, servers_per_leaf: servers, spines: 0, rate: None };
-    Cluster::on(generate::rails(shape).expect("a possible shape"), controller())
-}
-
-/// All-reduce values of a type in place or apart, and check every element.
-fn check<T: Element + PartialEq + std::fmt::Debug>(
-    comm: &Communicator,
-    (op, count): (ReduceOp, usize),
-    value: impl Fn(u32, usize) -> T,
-    result: impl Fn(usize) -> T,
-    is_in_place: bool,
-) -> Outcome {
-    let mut input: Vec<T> = (0..count).map(|at| value(comm.rank(), at)).collect();
-    let elements = if op.is_located() { count / 2 } else { count };
-    let desc = OpDesc::all_reduce(T::DTYPE, op, elements as u64);
-    let mut output: Vec<T> = (0..count).map(|_| value(7, 0)).collect();
-    let buffers = match is_in_place {
-        true => Buffers::InPlace(bytemuck::cast_slice_mut(&mut input)),
-        false => {
-            Buffers::Separate { input: bytemuck::cast_slice(&input), output: bytemuck::cast_slice_mut(&mut output) }
-        }
-    };
-    let outcome = comm.run(&desc, buffers, &by_hybrid()).expect("a result");
-    let found = if is_in_place { &input } else { &output };
-    let wrong = (0..count).find(|&at| found[at] != result(at));
-    assert_eq!(wrong.map(|at| (at, found[at])), None, "{desc}, in place: {is_in_place}");
-    assert!(is_in_place || input.iter().enumerate().all(|(at, &own)| own == value(comm.rank(), at)), "{desc}");
-    assert_eq!(outcome.path, Path::Hybrid);
-    outcome
-}
-
-/// All-reduce values that depend on the rank, the element and `call`, and check every one.
-fn checked_sum(comm: &Communicator, count: usize, call: u32) -> Outcome {
-    let value = |rank: u32, at: usize| (rank + 1).wrapping_mul(at as u32 ^ call.wrapping_mul(0x9e37_79b9));
-    let sum = |at: usize| (0..comm.size()).fold(0_u32, |sum, rank| sum.wrapping_add(value(rank, at)));
-    check(comm, (ReduceOp::Sum, count), value, sum, true)
-}
-
-/// Wait until `is_done`.
-fn wait_until(what: &str, is_done: impl Fn() -> bool) {
-    let give_up = Instant::now() + LONG;
-    while !is_done() {
-        assert!(Instant::now() < give_up, "{what}: not within {LONG:?}");
-        thread::yield_now();
-    }
-}
-
 #[test]
 fn every_element_is_right_for_all_counts_types_and_operators() {
     for servers in [2, 3] {
@@ -110,17 +47,17 @@ fn every_element_is_right_for_all_counts_types_and_operators() {
                 for count in [0, 1, 7, 4096, LARGE] {
                     let value = |rank: u32, at: usize| ((rank + 1) as usize * (at % 1000)) as f32;
                     let sum = |at: usize| all(&|rank| f64::from(value(rank, at))) as f32;
-                    let outcome = check(&comm, (ReduceOp::Sum, count), value, sum, is_in_place);
+                    let outcome = check(&comm, BY, (ReduceOp::Sum, count), value, sum, is_in_place);
                     assert_eq!((outcome.trees, outcome.fallback.as_deref()), (1, None));
                     let value = |rank: u32, at: usize| (rank as u8) ^ (at as u8);
                     let greatest = |at: usize| (0..ranks).map(|rank| value(rank, at)).max().expect("ranks");
-                    check(&comm, (ReduceOp::Max, count), value, greatest, is_in_place);
+                    check(&comm, BY, (ReduceOp::Max, count), value, greatest, is_in_place);
                     let value = |rank: u32, at: usize| f64::from(rank) * 4.0 + at as f64;
                     let average = |at: usize| all(&|rank| value(rank, at)) / f64::from(ranks);
-                    check(&comm, (ReduceOp::Avg, count), value, average, is_in_place);
+                    check(&comm, BY, (ReduceOp::Avg, count), value, average, is_in_place);
                     let value = |rank: u32, at: usize| i16::from((rank as usize + at).is_multiple_of(3));
                     let any = |at: usize| (0..ranks).map(|rank| value(rank, at)).max().expect("ranks");
-                    check(&comm, (ReduceOp::Lor, count), value, any, is_in_place);
+                    check(&comm, BY, (ReduceOp::Lor, count), value, any, is_in_place);
                     // Pairs of a value and an index.
                     let value = |rank: u32, at: usize| {
                         let (pair, is_index) = (at / 2, at % 2 == 1);
@@ -131,7 +68,7 @@ fn every_element_is_right_for_all_counts_types_and_operators() {
                         let best = (0..ranks).min_by_key(|&rank| value(rank, 2 * pair)).expect("ranks");
                         value(best, at)
                     };
-                    check(&comm, (ReduceOp::MinLoc, count / 2 * 2), value, least, is_in_place);
+                    check(&comm, BY, (ReduceOp::MinLoc, count / 2 * 2), value, least, is_in_place);
                 }
             }
             comm.leave();
@@ -156,7 +93,7 @@ fn premultiplied_sum_is_scaled_once() {
 fn each_rail_has_a_tree_of_its_own_that_carries_its_block() {
     let cluster = rails(2);
     cluster.run("shares", 2 * EACH, on_rails, |comm| {
-        let (outcome, bytes) = (checked_sum(&comm, LARGE, 0), 4 * LARGE as u64);
+        let (outcome, bytes) = (checked_sum(&comm, BY, LARGE, 0), 4 * LARGE as u64);
         // Inside, each rank sends one half twice; its rail gets the other half.
         let in_rail = outcome.wire_bytes - bytes;
         assert!((bytes / 2..bytes / 2 + bytes / 10).contains(&in_rail), "{in_rail} of {bytes}");
@@ -184,7 +121,7 @@ fn rails_take_different_devices_within_a_quota_of_one_group() {
     let quotas = Quotas { other: quota, ..Quotas::default() };
     let cluster = Cluster::spare(2, ControllerConfig { quotas, ..controller() });
     cluster.run("quota", 2 * EACH, with_rails, |comm| {
-        assert_eq!(checked_sum(&comm, 4096, 0).trees, 1);
+        assert_eq!(checked_sum(&comm, BY, 4096, 0).trees, 1);
         if comm.rank() == 0 {
             let report = status(cluster.controller.local_addr()).expect("a report");
             assert_eq!(report.tenants[0].groups, 1);
@@ -212,7 +149,7 @@ fn death_of_a_rail_is_repaired_in_its_block_alone() {
             cluster.run("killed", 2 * EACH, on_rails, |comm| {
                 let (mut call, mut recovered) = (0, false);
                 loop {
-                    let outcome = checked_sum(&comm, LARGE, call);
+                    let outcome = checked_sum(&comm, BY, LARGE, call);
                     recovered |= outcome.recovered;
                     call += 1;
                     calls.fetch_max(call, Ordering::Relaxed);
@@ -226,7 +163,7 @@ fn death_of_a_rail_is_repaired_in_its_block_alone() {
                 let is_of_victim = comm.rank() % EACH == victim as u32;
                 assert_eq!(comm.recoveries().count, u32::from(is_of_victim));
                 assert!(is_of_victim || !recovered);
-                let outcome = checked_sum(&comm, LARGE, call);
+                let outcome = checked_sum(&comm, BY, LARGE, call);
                 assert_eq!(outcome.trees, u32::from(!is_of_victim), "{outcome:?}");
                 let why = outcome.fallback.map(|why| why.to_string()).unwrap_or_default();
                 assert_eq!(why.starts_with("this rank's rail: "), is_of_victim, "{why}");
@@ -278,7 +215,7 @@ fn lost_rank_is_named_by_its_number_in_the_communicator() {
         let all_are_through = Barrier::new(2 * EACH as usize);
         let errors = cluster.run("lost", 2 * EACH, configure, |comm| {
             for call in 0..3 {
-                checked_sum(&comm, 4096, call);
+                checked_sum(&comm, BY, 4096, call);
             }
             // Host collectives retain no results: a rank that is gone takes those along that others have yet to get.
             all_are_through.wait();
@@ -300,7 +237,7 @@ fn lost_rank_is_named_by_its_number_in_the_communicator() {
 fn cancelled_call_ends_at_once() {
     let cluster = rails(2);
     cluster.run("cancelled", 2 * EACH, on_rails, |comm| {
-        checked_sum(&comm, 4096, 0);
+        checked_sum(&comm, BY, 4096, 0);
         let canceller = comm.canceller();
         if comm.rank() == 0 {
             // The others wait for this rank.
@@ -346,7 +283,7 @@ fn started_and_prepared_operations_take_hybrid_with_and_without_a_thread() {
             let mut prepared = comm.prepare(&desc, values(9), None, &by_hybrid()).expect("prepared");
             assert_eq!(prepared.run().expect("a sum").path, Path::Hybrid);
             assert!(is_right(prepared.buffer().expect("not started"), 9));
-            checked_sum(&comm, 777, 1);
+            checked_sum(&comm, BY, 777, 1);
             comm.leave();
         });
     }
@@ -417,7 +354,7 @@ fn operation_whose_bits_depend_on_a_declared_order_is_refused() {
     };
     cluster.run("ordered", 2 * EACH, ordered, |comm| {
         assert!(reason(&comm).contains("cannot preserve the declared order"));
-        checked_sum(&comm, 4096, 0);
+        checked_sum(&comm, BY, 4096, 0);
         let late = CallOptions { straggler: Some(Straggler::Partial(LONG)), ..by_hybrid() };
         let error = comm.all_reduce_with(&mut [0_u32; 4096], ReduceOp::Sum, &late).expect_err("not by hybrid");
         assert!(error.to_string().contains("hybrid cannot complete without late ranks"), "{error}");

@@ -1,38 +1,24 @@
 //! All-reduces by `rab`: the ranks of a server reduce to their leader, the leaders all-reduce in a tree of their own,
 //! and broadcast inside.
 
+mod by_rails;
 mod common;
 
-use common::{Cluster, over_udp, prefer_tree};
+use by_rails::{EACH, LARGE, LONG, check, checked_sum, controller, rails, wait_until};
+use common::{Cluster, over_udp};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Barrier, Mutex};
 use std::thread;
-use std::time::{Duration, Instant};
-use sumac::controller::{ControllerConfig, status};
-use sumac::topo::generate;
-use sumac::{
-    Algo, Buffers, CallOptions, Communicator, Dtype, Element, Error, JoinConfig, JoinError, OpDesc, Outcome, Path,
-    Progress, ReduceOp,
-};
+use std::time::Instant;
+use sumac::controller::status;
+use sumac::{Algo, CallOptions, Communicator, Dtype, Error, JoinConfig, JoinError, OpDesc, Path, Progress, ReduceOp};
 use sumac_hal::ids::Rank;
-use sumac_hal::uplink::HopTimers;
 
-/// A passing test never reaches it.
-const LONG: Duration = Duration::from_secs(30);
-
-/// Ranks on each server.
-const EACH: u32 = 2;
-
-/// The number of elements of the largest operation.
-const LARGE: usize = 1 << 18;
+/// The algorithm, and its path.
+const BY: (Algo, Path) = (Algo::Rab, Path::Rab);
 
 fn by_rab() -> CallOptions {
     CallOptions { algo: Some(Algo::Rab), ..CallOptions::default() }
-}
-
-fn controller() -> ControllerConfig {
-    let timers = HopTimers { dead: Duration::from_millis(700), ..HopTimers::DEFAULT };
-    ControllerConfig { timers, ..prefer_tree() }
 }
 
 /// Ranks on servers of `EACH`, whose leaders join a tree.
@@ -52,57 +38,8 @@ fn on_rails(config: &mut JoinConfig) {
     config.host = Some(format!("n{} rail{}", config.rank / EACH, config.rank % EACH));
 }
 
-/// A fabric of rails, which no cable joins: the leaders have a tree, and all ranks together none.
-fn rails(servers: u32) -> Cluster {
-    let (servers, rails) = (servers as usize, EACH as usize);
-    let shape = generate::Rails { servers, rails, servers_per_leaf: servers, spines: 0, rate: None };
-    Cluster::on(generate::rails(shape).expect("a possible shape"), controller())
-}
-
 fn is_leader(comm: &Communicator, each: u32) -> bool {
     comm.rank().is_multiple_of(each)
-}
-
-/// All-reduce values of a type in place or apart, and check every element.
-fn check<T: Element + PartialEq + std::fmt::Debug>(
-    comm: &Communicator,
-    (op, count): (ReduceOp, usize),
-    value: impl Fn(u32, usize) -> T,
-    result: impl Fn(usize) -> T,
-    is_in_place: bool,
-) -> Outcome {
-    let mut input: Vec<T> = (0..count).map(|at| value(comm.rank(), at)).collect();
-    let desc = OpDesc::all_reduce(T::DTYPE, op, count as u64);
-    let mut output: Vec<T> = (0..count).map(|_| value(7, 0)).collect();
-    let buffers = match is_in_place {
-        true => Buffers::InPlace(bytemuck::cast_slice_mut(&mut input)),
-        false => {
-            Buffers::Separate { input: bytemuck::cast_slice(&input), output: bytemuck::cast_slice_mut(&mut output) }
-        }
-    };
-    let outcome = comm.run(&desc, buffers, &by_rab()).expect("a result");
-    let found = if is_in_place { &input } else { &output };
-    let wrong = (0..count).find(|&at| found[at] != result(at));
-    assert_eq!(wrong.map(|at| (at, found[at])), None, "{desc}, in place: {is_in_place}");
-    assert!(is_in_place || input.iter().enumerate().all(|(at, &own)| own == value(comm.rank(), at)), "{desc}");
-    assert_eq!(outcome.path, Path::Rab);
-    outcome
-}
-
-/// All-reduce values that depend on the rank, the element and `call`, and check every one.
-fn checked_sum(comm: &Communicator, count: usize, call: u32) -> Outcome {
-    let value = |rank: u32, at: usize| (rank + 1).wrapping_mul(at as u32 ^ call.wrapping_mul(0x9e37_79b9));
-    let sum = |at: usize| (0..comm.size()).fold(0_u32, |sum, rank| sum.wrapping_add(value(rank, at)));
-    check(comm, (ReduceOp::Sum, count), value, sum, true)
-}
-
-/// Wait until `is_done`.
-fn wait_until(what: &str, is_done: impl Fn() -> bool) {
-    let give_up = Instant::now() + LONG;
-    while !is_done() {
-        assert!(Instant::now() < give_up, "{what}: not within {LONG:?}");
-        thread::yield_now();
-    }
 }
 
 #[test]
@@ -117,18 +54,18 @@ fn every_element_is_right_on_servers_of_any_number_of_ranks() {
                 for count in [0, 1, 7, 4096, LARGE] {
                     let value = |rank: u32, at: usize| ((rank + 1) as usize * (at % 1000)) as f32;
                     let sum = |at: usize| all(&|rank| f64::from(value(rank, at))) as f32;
-                    let outcome = check(&comm, (ReduceOp::Sum, count), value, sum, is_in_place);
+                    let outcome = check(&comm, BY, (ReduceOp::Sum, count), value, sum, is_in_place);
                     let trees = u32::from(is_leader(&comm, each));
                     assert_eq!((outcome.trees, outcome.fallback.as_deref()), (trees, None));
                     let value = |rank: u32, at: usize| (rank as u8) ^ (at as u8);
                     let greatest = |at: usize| (0..ranks).map(|rank| value(rank, at)).max().expect("ranks");
-                    check(&comm, (ReduceOp::Max, count), value, greatest, is_in_place);
+                    check(&comm, BY, (ReduceOp::Max, count), value, greatest, is_in_place);
                     let value = |rank: u32, at: usize| f64::from(rank) * 4.0 + at as f64;
                     let average = |at: usize| all(&|rank| value(rank, at)) / f64::from(ranks);
-                    check(&comm, (ReduceOp::Avg, count), value, average, is_in_place);
+                    check(&comm, BY, (ReduceOp::Avg, count), value, average, is_in_place);
                     let value = |rank: u32, at: usize| i16::from((rank as usize + at).is_multiple_of(3));
                     let any = |at: usize| (0..ranks).map(|rank| value(rank, at)).max().expect("ranks");
-                    check(&comm, (ReduceOp::Lor, count), value, any, is_in_place);
+                    check(&comm, BY, (ReduceOp::Lor, count), value, any, is_in_place);
                 }
             }
             let mut scaled = vec![f32::from(comm.rank() as u8 + 1); 1001];
@@ -145,7 +82,7 @@ fn every_element_is_right_on_servers_of_any_number_of_ranks() {
 fn leaders_alone_send_into_the_network_by_one_tree() {
     let cluster = rails(2);
     cluster.run("shares", 2 * EACH, on_rails, |comm| {
-        let (outcome, bytes) = (checked_sum(&comm, LARGE, 0), 4 * LARGE as u64);
+        let (outcome, bytes) = (checked_sum(&comm, BY, LARGE, 0), 4 * LARGE as u64);
         // Inside, a leader sends everything once and gets everything once; so does the other rank.
         let in_network = outcome.wire_bytes - bytes;
         let expected = if is_leader(&comm, EACH) { bytes..bytes + bytes / 10 } else { 0..1 };
@@ -172,7 +109,7 @@ fn ranks_with_all_rails_take_rab_too() {
     };
     cluster.run("both", 2 * EACH, configure, |comm| {
         for call in 0..3 {
-            checked_sum(&comm, 5000, call);
+            checked_sum(&comm, BY, 5000, call);
             let mut values = vec![1_u32; 5000];
             let options = CallOptions { algo: Some(Algo::Hybrid), ..CallOptions::default() };
             let outcome = comm.all_reduce_with(&mut values, ReduceOp::Sum, &options).expect("a sum");
@@ -196,7 +133,7 @@ fn death_of_the_leaders_device_is_repaired_among_the_leaders() {
         cluster.run("killed", 2 * EACH, on_rails, |comm| {
             let mut call = 0;
             loop {
-                checked_sum(&comm, LARGE, call);
+                checked_sum(&comm, BY, LARGE, call);
                 call += 1;
                 calls.fetch_max(call, Ordering::Relaxed);
                 // All ranks stop at the same call.
@@ -208,7 +145,7 @@ fn death_of_the_leaders_device_is_repaired_among_the_leaders() {
             }
             assert_eq!(comm.recoveries().count, u32::from(is_leader(&comm, EACH)));
             // Later operations take a host collective of the leaders.
-            let outcome = checked_sum(&comm, LARGE, call);
+            let outcome = checked_sum(&comm, BY, LARGE, call);
             assert_eq!(outcome.trees, 0, "{outcome:?}");
             let why = outcome.fallback.map(|why| why.to_string()).unwrap_or_default();
             assert_eq!(why.starts_with("this rank's rail: "), is_leader(&comm, EACH), "{why}");
@@ -229,7 +166,7 @@ fn lost_rank_or_leader_is_named_the_same_on_all_ranks() {
         let all_are_through = Barrier::new(2 * EACH as usize);
         let errors = cluster.run("lost", 2 * EACH, configure, |comm| {
             for call in 0..3 {
-                checked_sum(&comm, 4096, call);
+                checked_sum(&comm, BY, 4096, call);
             }
             // Host collectives retain no results: a rank that is gone takes those along that others have yet to get.
             all_are_through.wait();
@@ -301,7 +238,7 @@ fn started_and_prepared_operations_take_rab_with_and_without_a_thread() {
             let mut prepared = comm.prepare(&desc, values(9), None, &by_rab()).expect("prepared");
             assert_eq!(prepared.run().expect("a sum").path, Path::Rab);
             assert!(is_right(prepared.buffer().expect("not started"), 9));
-            checked_sum(&comm, 777, 1);
+            checked_sum(&comm, BY, 777, 1);
             comm.leave();
         });
     }
