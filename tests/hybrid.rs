@@ -4,7 +4,10 @@
 mod by_rails;
 mod common;
 
-use by_rails::{EACH, LARGE, LONG, check, checked_sum, controller, rails, wait_until};
+use by_rails::{
+    EACH, LARGE, LONG, check, checked_sum, controller, differ_between_servers, options, rails, reason,
+    start_and_prepare, wait_until,
+};
 use common::{Cluster, over_udp};
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -12,16 +15,10 @@ use std::sync::{Barrier, Mutex};
 use std::thread;
 use std::time::Instant;
 use sumac::controller::{ControllerConfig, Quota, Quotas, status};
-use sumac::{
-    Algo, CallOptions, Communicator, Dtype, Error, JoinConfig, JoinError, OpDesc, Path, Progress, ReduceOp, Straggler,
-};
+use sumac::{Algo, CallOptions, Communicator, Error, JoinConfig, JoinError, Path, ReduceOp, Straggler};
 
 /// The algorithm, and its path.
 const BY: (Algo, Path) = (Algo::Hybrid, Path::Hybrid);
-
-fn by_hybrid() -> CallOptions {
-    CallOptions { algo: Some(Algo::Hybrid), ..CallOptions::default() }
-}
 
 /// Ranks that join rails, on servers of [`EACH`].
 fn with_rails(config: &mut JoinConfig) {
@@ -82,7 +79,7 @@ fn premultiplied_sum_is_scaled_once() {
     let cluster = rails(2);
     cluster.run("scaled", 2 * EACH, on_rails, |comm| {
         let mut values = vec![f32::from(comm.rank() as u8 + 1); 1001];
-        let options = CallOptions { scalar: Some(0.5), ..by_hybrid() };
+        let options = CallOptions { scalar: Some(0.5), ..options(BY) };
         comm.all_reduce_with(&mut values, ReduceOp::PremulSum, &options).expect("a sum");
         assert!(values.iter().all(|&value| value == 5.0), "{:?}", &values[..4]);
         comm.leave();
@@ -183,7 +180,7 @@ fn call_that_differs_fails_with_the_same_error_on_all_ranks() {
         let errors = cluster.run("differs", 2 * EACH, with_rails, |comm| {
             let differs = comm.rank() == who || is_of_server && comm.rank() / EACH == who / EACH;
             let mut buffer = vec![0_u32; if differs { 4097 } else { 4096 }];
-            let error = comm.all_reduce_with(&mut buffer, ReduceOp::Sum, &by_hybrid()).expect_err("sizes differ");
+            let error = comm.all_reduce_with(&mut buffer, ReduceOp::Sum, &options(BY)).expect_err("sizes differ");
             let next = comm.barrier().expect_err("the communicator has ended");
             assert!(matches!(next, Error::Ended(_)), "{next}");
             error
@@ -197,14 +194,7 @@ fn call_that_differs_fails_with_the_same_error_on_all_ranks() {
 /// Without a tree of all ranks, those that meet the other call find out, and tell the rest.
 #[test]
 fn call_that_differs_between_servers_fails_on_all_ranks_without_a_tree_of_all() {
-    let cluster = rails(3);
-    let began = Instant::now();
-    let errors = cluster.run("servers", 3 * EACH, on_rails, |comm| {
-        let mut buffer = vec![0_u32; if comm.rank() / EACH == 1 { 100 } else { 4096 }];
-        comm.all_reduce_with(&mut buffer, ReduceOp::Sum, &by_hybrid()).expect_err("sizes differ")
-    });
-    assert!(errors.iter().all(|error| matches!(error, Error::Mismatch { .. })), "{errors:?}");
-    assert!(began.elapsed() < LONG, "the deadline of calls is as long");
+    differ_between_servers(BY, on_rails);
 }
 
 /// The survivors of all rails agree on the rank, by its number in the communicator, and on the call.
@@ -223,7 +213,7 @@ fn lost_rank_is_named_by_its_number_in_the_communicator() {
                 return None;
             }
             let mut buffer = vec![0_u32; LARGE];
-            Some(comm.all_reduce_with(&mut buffer, ReduceOp::Sum, &by_hybrid()).expect_err("a rank is lost"))
+            Some(comm.all_reduce_with(&mut buffer, ReduceOp::Sum, &options(BY)).expect_err("a rank is lost"))
         });
         // The two agreements on the rails come first. What a buffer holds, each rank knows of its own.
         for error in errors.into_iter().flatten() {
@@ -244,14 +234,14 @@ fn cancelled_call_ends_at_once() {
             thread::scope(|scope| {
                 scope.spawn(|| canceller.cancel());
                 let mut buffer = vec![0_u32; 4096];
-                while comm.all_reduce_with(&mut buffer, ReduceOp::Sum, &by_hybrid()).is_ok() {}
+                while comm.all_reduce_with(&mut buffer, ReduceOp::Sum, &options(BY)).is_ok() {}
             });
             assert!(matches!(comm.barrier(), Err(Error::Ended(_) | Error::Cancelled)));
             return;
         }
         let mut buffer = vec![0_u32; 4096];
         let error = loop {
-            if let Err(error) = comm.all_reduce_with(&mut buffer, ReduceOp::Sum, &by_hybrid()) {
+            if let Err(error) = comm.all_reduce_with(&mut buffer, ReduceOp::Sum, &options(BY)) {
                 break error;
             }
         };
@@ -261,45 +251,7 @@ fn cancelled_call_ends_at_once() {
 
 #[test]
 fn started_and_prepared_operations_take_hybrid_with_and_without_a_thread() {
-    for progress in [Progress::Caller, Progress::Thread] {
-        let cluster = Cluster::spare(2, controller());
-        let configure = |config: &mut JoinConfig| {
-            with_rails(config);
-            config.progress = Some(progress);
-        };
-        cluster.run("started", 2 * EACH, configure, |comm| {
-            let values = |call: u32| vec![comm.rank() + call; 5000];
-            let sum = |call: u32| (0..comm.size()).map(|rank| rank + call).sum::<u32>();
-            let is_right = |values: &[u32], call| values.iter().all(|&value| value == sum(call));
-            let handles: Vec<_> = (0..3)
-                .map(|call| comm.start_all_reduce_with(values(call), ReduceOp::Sum, &by_hybrid()).expect("started"))
-                .collect();
-            for (call, handle) in (0..).zip(handles) {
-                let (values, outcome) = handle.wait().expect("a sum");
-                assert!(is_right(&values, call));
-                assert_eq!((outcome.path, outcome.trees), (Path::Hybrid, 1));
-            }
-            let desc = OpDesc::all_reduce(Dtype::U32, ReduceOp::Sum, 5000);
-            let mut prepared = comm.prepare(&desc, values(9), None, &by_hybrid()).expect("prepared");
-            assert_eq!(prepared.run().expect("a sum").path, Path::Hybrid);
-            assert!(is_right(prepared.buffer().expect("not started"), 9));
-            checked_sum(&comm, BY, 777, 1);
-            comm.leave();
-        });
-    }
-}
-
-/// Whether the ranks have rails or not, `explain` and a call by name say the same.
-fn reason(comm: &Communicator) -> String {
-    let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 4096);
-    let explained = comm.explain(&desc, Algo::Hybrid);
-    let why = explained.refusal().expect("not possible").to_string();
-    assert!(explained.to_string().contains(&why));
-    let refused = comm.all_reduce_with(&mut [0_f32; 4096], ReduceOp::Sum, &by_hybrid()).expect_err("not possible");
-    assert_eq!(refused.to_string(), format!("not possible: {why}"));
-    let outcome = comm.all_reduce(&mut [1_f32; 4096], ReduceOp::Sum).expect("by another path");
-    assert_ne!(outcome.path, Path::Hybrid);
-    why
+    start_and_prepare(BY, 2, with_rails, |_| 1);
 }
 
 #[test]
@@ -318,7 +270,7 @@ fn ranks_without_servers_rails_or_trees_refuse_hybrid_with_the_reason() {
         [("line", &line, "hybrid needs at least two dimensions"), ("unasked", &not_asked, "set SUMAC_HYBRID=1")];
     for (name, configure, expected) in cases {
         let found = cluster.run(name, 2 * EACH, configure, |comm| {
-            let why = reason(&comm);
+            let why = reason(&comm, BY);
             comm.leave();
             why
         });
@@ -332,7 +284,7 @@ fn ranks_without_servers_rails_or_trees_refuse_hybrid_with_the_reason() {
             == 1
     });
     let found = cluster.run("one-rail", 2 * EACH, on_rails, |comm| {
-        let why = reason(&comm);
+        let why = reason(&comm, BY);
         comm.leave();
         (comm_rail(&why), why)
     });
@@ -353,9 +305,9 @@ fn operation_whose_bits_depend_on_a_declared_order_is_refused() {
         config.order = sumac::Order::TreeFold;
     };
     cluster.run("ordered", 2 * EACH, ordered, |comm| {
-        assert!(reason(&comm).contains("cannot preserve the declared order"));
+        assert!(reason(&comm, BY).contains("cannot preserve the declared order"));
         checked_sum(&comm, BY, 4096, 0);
-        let late = CallOptions { straggler: Some(Straggler::Partial(LONG)), ..by_hybrid() };
+        let late = CallOptions { straggler: Some(Straggler::Partial(LONG)), ..options(BY) };
         let error = comm.all_reduce_with(&mut [0_u32; 4096], ReduceOp::Sum, &late).expect_err("not by hybrid");
         assert!(error.to_string().contains("hybrid cannot complete without late ranks"), "{error}");
         comm.leave();

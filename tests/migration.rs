@@ -20,18 +20,25 @@ fn by_tree() -> ControllerConfig {
     ControllerConfig { timers, ..prefer_tree() }
 }
 
+/// Run `job` on a cluster, which gets its first device once the job has told that it has begun.
+fn with_late_device<R>(cluster: &Cluster, job: impl FnOnce(&AtomicBool) -> R) -> R {
+    let (has_begun, boards) = (AtomicBool::new(false), Mutex::new(Vec::new()));
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while !has_begun.load(Ordering::Relaxed) {
+                thread::yield_now();
+            }
+            boards.lock().expect("not poisoned").push(cluster.start_spare_board("late"));
+        });
+        job(&has_begun)
+    })
+}
+
 #[test]
 fn job_without_device_moves_to_a_tree_when_one_connects() {
     for configure in [plain as fn(&mut JoinConfig), over_udp] {
         let cluster = Cluster::spare(0, by_tree());
-        let (has_begun, boards) = (AtomicBool::new(false), Mutex::new(Vec::new()));
-        let moved = thread::scope(|scope| {
-            scope.spawn(|| {
-                while !has_begun.load(Ordering::Relaxed) {
-                    thread::yield_now();
-                }
-                boards.lock().expect("not poisoned").push(cluster.start_spare_board("late"));
-            });
+        let moved = with_late_device(&cluster, |has_begun| {
             cluster.run("late", 3, configure, |comm| {
                 assert!(checked_sum(&comm, 0).path != Path::Tree);
                 has_begun.store(true, Ordering::Relaxed);
@@ -51,14 +58,7 @@ fn job_without_device_moves_to_a_tree_when_one_connects() {
 #[test]
 fn job_of_prepared_operations_moves_to_a_tree_when_a_device_connects() {
     let cluster = Cluster::spare(0, by_tree());
-    let (has_begun, boards) = (AtomicBool::new(false), Mutex::new(Vec::new()));
-    let moved = thread::scope(|scope| {
-        scope.spawn(|| {
-            while !has_begun.load(Ordering::Relaxed) {
-                thread::yield_now();
-            }
-            boards.lock().expect("not poisoned").push(cluster.start_spare_board("late"));
-        });
+    let moved = with_late_device(&cluster, |has_begun| {
         cluster.run("prepared", 2, plain, |comm| {
             let prepare = |algo| {
                 let options = CallOptions { algo, ..CallOptions::default() };

@@ -4,22 +4,21 @@
 mod by_rails;
 mod common;
 
-use by_rails::{EACH, LARGE, LONG, check, checked_sum, controller, rails, wait_until};
+use by_rails::{
+    EACH, LARGE, LONG, check, checked_sum, controller, differ_between_servers, options, rails, reason,
+    start_and_prepare, wait_until,
+};
 use common::{Cluster, over_udp};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Barrier, Mutex};
 use std::thread;
 use std::time::Instant;
 use sumac::controller::status;
-use sumac::{Algo, CallOptions, Communicator, Dtype, Error, JoinConfig, JoinError, OpDesc, Path, Progress, ReduceOp};
+use sumac::{Algo, CallOptions, Communicator, Error, JoinConfig, JoinError, Path, ReduceOp};
 use sumac_hal::ids::Rank;
 
 /// The algorithm, and its path.
 const BY: (Algo, Path) = (Algo::Rab, Path::Rab);
-
-fn by_rab() -> CallOptions {
-    CallOptions { algo: Some(Algo::Rab), ..CallOptions::default() }
-}
 
 /// Ranks on servers of `EACH`, whose leaders join a tree.
 fn with_leaders(config: &mut JoinConfig) {
@@ -69,7 +68,7 @@ fn every_element_is_right_on_servers_of_any_number_of_ranks() {
                 }
             }
             let mut scaled = vec![f32::from(comm.rank() as u8 + 1); 1001];
-            let options = CallOptions { scalar: Some(0.5), ..by_rab() };
+            let options = CallOptions { scalar: Some(0.5), ..options(BY) };
             comm.all_reduce_with(&mut scaled, ReduceOp::PremulSum, &options).expect("a sum");
             let sum = (1..=ranks).sum::<u32>() as f32 / 2.0;
             assert!(scaled.iter().all(|&value| value == sum), "{:?}: each is scaled once", &scaled[..4]);
@@ -174,7 +173,7 @@ fn lost_rank_or_leader_is_named_the_same_on_all_ranks() {
                 return None;
             }
             let mut buffer = vec![0_u32; LARGE];
-            Some(comm.all_reduce_with(&mut buffer, ReduceOp::Sum, &by_rab()).expect_err("a rank is lost"))
+            Some(comm.all_reduce_with(&mut buffer, ReduceOp::Sum, &options(BY)).expect_err("a rank is lost"))
         });
         // The two agreements on the leaders' tree come first. What a buffer holds, each rank knows of its own.
         for error in errors.into_iter().flatten() {
@@ -193,7 +192,7 @@ fn call_by_rab_that_differs_fails_with_the_same_error_on_all_ranks() {
         let errors = cluster.run("differs", 2 * EACH, with_leaders, |comm| {
             let differs = comm.rank() == who || is_of_server && comm.rank() / EACH == who / EACH;
             let mut buffer = vec![0_u32; if differs { 4097 } else { 4096 }];
-            comm.all_reduce_with(&mut buffer, ReduceOp::Sum, &by_rab()).expect_err("sizes differ")
+            comm.all_reduce_with(&mut buffer, ReduceOp::Sum, &options(BY)).expect_err("sizes differ")
         });
         assert!(errors.iter().all(|error| *error == errors[0]), "{errors:?}");
         assert!(matches!(&errors[0], Error::Mismatch { first, other } if first.count + other.count == 8193));
@@ -204,57 +203,12 @@ fn call_by_rab_that_differs_fails_with_the_same_error_on_all_ranks() {
 /// Without a tree of all ranks, the leaders find out, and tell the ranks of their servers.
 #[test]
 fn call_that_differs_between_servers_fails_on_all_ranks_without_a_tree_of_all() {
-    let cluster = rails(3);
-    let began = Instant::now();
-    let errors = cluster.run("servers", 3 * EACH, on_rails, |comm| {
-        let mut buffer = vec![0_u32; if comm.rank() / EACH == 1 { 100 } else { 4096 }];
-        comm.all_reduce_with(&mut buffer, ReduceOp::Sum, &by_rab()).expect_err("sizes differ")
-    });
-    assert!(errors.iter().all(|error| matches!(error, Error::Mismatch { .. })), "{errors:?}");
-    assert!(began.elapsed() < LONG, "the deadline of calls is as long");
+    differ_between_servers(BY, on_rails);
 }
 
 #[test]
 fn started_and_prepared_operations_take_rab_with_and_without_a_thread() {
-    for progress in [Progress::Caller, Progress::Thread] {
-        let cluster = Cluster::spare(1, controller());
-        let configure = |config: &mut JoinConfig| {
-            with_leaders(config);
-            config.progress = Some(progress);
-        };
-        cluster.run("started", 2 * EACH, configure, |comm| {
-            let values = |call: u32| vec![comm.rank() + call; 5000];
-            let sum = |call: u32| (0..comm.size()).map(|rank| rank + call).sum::<u32>();
-            let is_right = |values: &[u32], call| values.iter().all(|&value| value == sum(call));
-            let handles: Vec<_> = (0..3)
-                .map(|call| comm.start_all_reduce_with(values(call), ReduceOp::Sum, &by_rab()).expect("started"))
-                .collect();
-            for (call, handle) in (0..).zip(handles) {
-                let (values, outcome) = handle.wait().expect("a sum");
-                assert!(is_right(&values, call));
-                assert_eq!((outcome.path, outcome.trees), (Path::Rab, u32::from(is_leader(&comm, EACH))));
-            }
-            let desc = OpDesc::all_reduce(Dtype::U32, ReduceOp::Sum, 5000);
-            let mut prepared = comm.prepare(&desc, values(9), None, &by_rab()).expect("prepared");
-            assert_eq!(prepared.run().expect("a sum").path, Path::Rab);
-            assert!(is_right(prepared.buffer().expect("not started"), 9));
-            checked_sum(&comm, BY, 777, 1);
-            comm.leave();
-        });
-    }
-}
-
-/// `explain` and a call by name give the same reason why the ranks cannot take `rab`.
-fn reason(comm: &Communicator) -> String {
-    let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 4096);
-    let explained = comm.explain(&desc, Algo::Rab);
-    let why = explained.refusal().expect("not possible").to_string();
-    assert!(explained.to_string().contains(&why));
-    let refused = comm.all_reduce_with(&mut [0_f32; 4096], ReduceOp::Sum, &by_rab()).expect_err("not possible");
-    assert_eq!(refused.to_string(), format!("not possible: {why}"));
-    let outcome = comm.all_reduce(&mut [1_f32; 4096], ReduceOp::Sum).expect("by another path");
-    assert_ne!(outcome.path, Path::Rab);
-    why
+    start_and_prepare(BY, 1, with_leaders, |comm| u32::from(is_leader(comm, EACH)));
 }
 
 #[test]
@@ -280,7 +234,7 @@ fn ranks_without_servers_leaders_or_their_tree_refuse_rab_with_the_reason() {
     ];
     for (name, configure, expected) in cases {
         let found = cluster.run(name, 2 * EACH, configure, |comm| {
-            let why = reason(&comm);
+            let why = reason(&comm, BY);
             comm.leave();
             why
         });
@@ -294,7 +248,7 @@ fn ranks_without_servers_leaders_or_their_tree_refuse_rab_with_the_reason() {
             == 1
     });
     let found = cluster.run("no-tree", 2 * EACH, on_rails, |comm| {
-        let why = reason(&comm);
+        let why = reason(&comm, BY);
         comm.leave();
         why
     });

@@ -1,7 +1,7 @@
 //! `hybrid` proved: its parts between ranks, around an all-reduce of each block among its rail.
 
 use super::*;
-use crate::schedule::{Place, Recv, Send, Side, Step, hybrid};
+use crate::schedule::{Place, Recv, Region, Send, Side, Step, hybrid};
 
 /// The three parts of a rank as one schedule. In place of its tree, the rail's first rank collects the blocks in the
 /// order of servers and distributes the result: what the tree does in the network.
@@ -21,30 +21,37 @@ fn whole(place: Place, count: usize, [servers, each]: [u32; 2]) -> Schedule {
     });
     let block = hybrid::block_of(place, count, each);
     let (work, output) = (Buffer::Work.at(block), Buffer::Output.at(block));
-    let (own, first) = (place.rank().0 / each, Rank(place.rank().0 % each));
-    let others = (1..servers).map(|server| Rank(server * each + first.0));
-    if own == 0 {
-        for (nth, peer) in others.clone().enumerate() {
-            let to = if nth + 2 == servers as usize { output } else { work };
-            let landing = Landing::combine(work, Side::Left, to);
-            all.exchange(&[], &[Recv { peer, sent_from: Buffer::Work, landing }]);
-        }
-        let sends: Vec<Send> = others.map(|peer| Send { peer, from: output }).collect();
-        all.exchange(&sends, &[]);
-    } else {
-        all.exchange(&[Send { peer: first, from: work }], &[]);
-        let landing = Landing::copy(output);
-        all.exchange(&[], &[Recv { peer: first, sent_from: Buffer::Output, landing }]);
-    }
+    let first = Rank(place.rank().0 % each);
+    let ranks = (0..servers).map(|server| Rank(server * each + first.0));
+    all_reduce_by_first(&mut all, &ranks.collect::<Vec<_>>(), work, output);
     gather.steps().for_each(|step| all.push(step));
     all
+}
+
+/// Append what the tree of a rail does in the network: the first of its ranks collects partial values in their order,
+/// and distributes the result.
+pub(super) fn all_reduce_by_first(all: &mut Schedule, rail: &[Rank], work: Region, output: Region) {
+    let (first, others) = rail.split_first().expect("ranks");
+    if all.place().rank() != *first {
+        all.exchange(&[Send { peer: *first, from: work }], &[]);
+        let landing = Landing::copy(output);
+        all.exchange(&[], &[Recv { peer: *first, sent_from: Buffer::Output, landing }]);
+        return;
+    }
+    for (nth, &peer) in others.iter().enumerate() {
+        let to = if nth + 1 == others.len() { output } else { work };
+        let landing = Landing::combine(work, Side::Left, to);
+        all.exchange(&[], &[Recv { peer, sent_from: Buffer::Work, landing }]);
+    }
+    let sends: Vec<Send> = others.iter().map(|&peer| Send { peer, from: output }).collect();
+    all.exchange(&sends, &[]);
 }
 
 fn schedules(ranks: u32, servers: [u32; 2], count: usize) -> Vec<Schedule> {
     Place::all(ranks).map(|place| whole(place, count, servers)).collect()
 }
 
-fn goal() -> Goal<'static> {
+pub(super) fn goal() -> Goal<'static> {
     Goal::of(Pattern::AllReduce, Rank(0))
 }
 

@@ -1,7 +1,8 @@
 //! `rab` proved: its parts between ranks, around an all-reduce among the leaders.
 
+use super::hybrid::{all_reduce_by_first, goal};
 use super::*;
-use crate::schedule::{Place, Recv, Region, Send, Side, Step, rab};
+use crate::schedule::{Place, Region, Step, rab};
 use std::collections::BTreeSet;
 
 /// The three parts of a rank as one schedule. In place of their tree, the first leader collects in the order of servers
@@ -27,19 +28,9 @@ fn whole(place: Place, count: usize, [servers, each]: [u32; 2]) -> Schedule {
         all.push(Step { recvs: &recvs, locals: &locals, ..step });
     });
     let (work, output) = (sum(Span::first(count)), Buffer::Output.at(Span::first(count)));
-    let others = (1..servers).map(|server| Rank(server * each));
-    if place.rank() == Rank(0) {
-        for (nth, peer) in others.clone().enumerate() {
-            let to = if nth + 2 == servers as usize { output } else { work };
-            let landing = Landing::combine(work, Side::Left, to);
-            all.exchange(&[], &[Recv { peer, sent_from: Buffer::Work, landing }]);
-        }
-        let sends: Vec<Send> = others.map(|peer| Send { peer, from: output }).collect();
-        all.exchange(&sends, &[]);
-    } else if rab::is_leader(place.rank(), each) {
-        all.exchange(&[Send { peer: Rank(0), from: work }], &[]);
-        let landing = Landing::copy(output);
-        all.exchange(&[], &[Recv { peer: Rank(0), sent_from: Buffer::Output, landing }]);
+    if rab::is_leader(place.rank(), each) {
+        let leaders: Vec<_> = (0..servers).map(|server| Rank(server * each)).collect();
+        all_reduce_by_first(&mut all, &leaders, work, output);
     }
     broadcast.steps().for_each(|step| all.push(step));
     all
@@ -47,10 +38,6 @@ fn whole(place: Place, count: usize, [servers, each]: [u32; 2]) -> Schedule {
 
 fn schedules(ranks: u32, servers: [u32; 2], count: usize) -> Vec<Schedule> {
     Place::all(ranks).map(|place| whole(place, count, servers)).collect()
-}
-
-fn goal() -> Goal<'static> {
-    Goal::of(Pattern::AllReduce, Rank(0))
 }
 
 #[test]
