@@ -124,20 +124,16 @@ fn connect_once(
     timeout: Duration,
 ) -> Result<Link, ClientError> {
     let unreached = |source| ClientError::Connect { addr, source };
-    let mut stream = TcpStream::connect_timeout(&addr, timeout).map_err(unreached)?;
+    let stream = TcpStream::connect_timeout(&addr, timeout).map_err(unreached)?;
     controller.traffic_class.apply(&stream).map_err(unreached)?;
     stream.set_nodelay(true).map_err(unreached)?;
-    let channel = controller.key.as_ref().map(|key| exchange_keys(&mut stream, key));
+    let channel = controller.key.as_ref().map(|key| secure::connect_within(&stream, key, timeout));
     let channel = channel.transpose().map_err(|source| ClientError::Key { addr, source })?;
     let (sealer, opener) = channel.unzip();
     let reader = ControlReader::new(stream.try_clone().map_err(unreached)?, opener);
     let mut writer = ControlWriter::new(stream, sealer);
     send(&mut writer, hello)?;
     Ok((writer, FrameReader::with_limit(reader, REPLY_LEN_MAX)))
-}
-
-pub(super) fn exchange_keys(stream: &mut TcpStream, key: &Key) -> Result<(Sealer, Opener), ConnectError> {
-    secure::connect_within(stream, key, CONNECT_TIMEOUT)
 }
 
 /// Whether a key exchange may succeed at once if it is tried again.
@@ -151,8 +147,21 @@ fn is_busy(error: &ConnectError) -> bool {
     }
 }
 
+/// Whether the controller was too busy to exchange keys in time: a rank that can wait tries again.
+fn is_overloaded(error: &ClientError) -> bool {
+    let ClientError::Key { source, .. } = error else { return false };
+    match source {
+        ConnectError::Timeout { .. } => true,
+        ConnectError::Handshake(HandshakeError::Refused { refusal, .. }) => *refusal == KeyRefusal::Busy,
+        _ => false,
+    }
+}
+
 /// What to do about a failed key exchange.
 pub(super) const fn key_advice(error: &ConnectError) -> &'static str {
+    if let ConnectError::Timeout { .. } = error {
+        return "; the controller is overloaded, or another program listens there";
+    }
     let ConnectError::Handshake(HandshakeError::Refused { refusal, .. }) = error else { return "" };
     match refusal {
         KeyRefusal::NoKeys => "; leave the key out, or start the controller with --keys",
@@ -183,7 +192,7 @@ pub(super) fn report_to_peer(
 pub(super) enum JoinFailed {
     /// The other ranks did not join in time.
     Timeout,
-    /// Another controller may take over.
+    /// Another controller may take over, or this one be less busy.
     MayRetry(ClientError),
     Final(ClientError),
 }
@@ -231,8 +240,11 @@ pub(super) fn join_at_active(
     tasks: &mut dyn WhileJoining,
 ) -> Result<(ActiveLink, Membership), JoinFailed> {
     let has_pair = !controller.alternatives.is_empty();
-    let mut link = connect_active(controller, 0)
-        .map_err(|error| if is_standby(&error) { JoinFailed::MayRetry(error) } else { JoinFailed::Final(error) })?;
+    let mut link =
+        connect_active(controller, 0).map_err(|error| match is_standby(&error) || is_overloaded(&error) {
+            true => JoinFailed::MayRetry(error),
+            false => JoinFailed::Final(error),
+        })?;
     let lost = |error: StreamError| {
         if has_pair && link.silence.is_some() {
             JoinFailed::MayRetry(error.into())

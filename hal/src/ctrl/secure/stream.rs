@@ -21,6 +21,12 @@ pub enum ConnectError {
     /// The handshake failed.
     #[error("key exchange: {0}")]
     Handshake(#[from] HandshakeError),
+    /// The peer did not answer in time.
+    #[error("key exchange: no answer within {} ms", limit.as_millis())]
+    Timeout {
+        /// How long the exchange might take.
+        limit: Duration,
+    },
 }
 
 /// Set up a secure channel. `ephemeral` is 32 random bytes, used for nothing else. A stream with time limits should
@@ -53,7 +59,12 @@ pub fn connect_within(stream: &TcpStream, key: &Key, limit: Duration) -> Result<
     let ephemeral = random()?;
     let channel = connect(&mut UntilDeadline { stream, deadline: Instant::now() + limit }, key, ephemeral);
     stream.set_read_timeout(None)?;
-    channel
+    channel.map_err(|error| match error {
+        ConnectError::Io(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
+            ConnectError::Timeout { limit }
+        }
+        error => error,
+    })
 }
 
 /// Return random bytes from the system, which waits for real randomness while it boots. There are no others to fall
@@ -382,5 +393,16 @@ mod tests {
         assert!(matches!(&error, ConnectError::Io(error) if kinds.contains(&error.kind())), "{error}");
         drop(stream);
         peer.join().expect("no panic");
+    }
+
+    #[test]
+    fn exchange_with_a_silent_peer_ends_with_its_limit() {
+        let silent = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+        let stream = TcpStream::connect(silent.local_addr().expect("bound")).expect("it listens");
+        let limit = Duration::from_millis(20);
+        let error = connect_within(&stream, &key(), limit).err().expect("no answer");
+        assert!(matches!(error, ConnectError::Timeout { limit: told } if told == limit), "{error}");
+        assert_eq!(error.to_string(), "key exchange: no answer within 20 ms");
+        assert_eq!(stream.read_timeout().expect("a socket"), None);
     }
 }

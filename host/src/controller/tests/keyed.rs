@@ -2,7 +2,7 @@
 
 mod attacks;
 
-use super::super::connect::{ControllerAddr, exchange_keys};
+use super::super::connect::{CONNECT_TIMEOUT, ControllerAddr};
 use super::super::keys::{KeyStore, Principal};
 use super::super::proto::{ClientReply, ClientRequest, JoinRefusal, StatusReport};
 use super::replan::{SOON, request};
@@ -10,8 +10,8 @@ use super::*;
 use crate::secret::JobSecret;
 use std::io::{Read, Write};
 use sumac_hal::ctrl::secure::{
-    AwaitingReply, CHALLENGE_LEN, ControlReader, ControlWriter, HandshakeError, Initiator, Key, KeyId, KeyRefusal,
-    MESSAGE_LEN, REPLY_LEN,
+    self, AwaitingReply, CHALLENGE_LEN, ControlReader, ControlWriter, HandshakeError, Initiator, Key, KeyId,
+    KeyRefusal, MESSAGE_LEN, REPLY_LEN,
 };
 use sumac_hal::ctrl::{JobTicket, Rejection};
 use zeroize::Zeroizing;
@@ -64,8 +64,9 @@ type Secured = (ControlWriter<TcpStream>, FrameReader<ControlReader<TcpStream>>)
 
 /// Connect, with a key or without, and send nothing more.
 fn dial(controller: &Controller, key: Option<&Key>) -> Secured {
-    let mut stream = TcpStream::connect(controller.local_addr()).expect("a controller");
-    let (sealer, opener) = key.map(|key| exchange_keys(&mut stream, key).expect("a good key")).unzip();
+    let stream = TcpStream::connect(controller.local_addr()).expect("a controller");
+    let (sealer, opener) =
+        key.map(|key| secure::connect_within(&stream, key, CONNECT_TIMEOUT).expect("a good key")).unzip();
     stream.set_read_timeout(Some(SOON)).expect("a socket");
     let reader = ControlReader::new(stream.try_clone().expect("a file"), opener);
     (ControlWriter::new(stream, sealer), FrameReader::new(reader))
@@ -250,8 +251,8 @@ fn results_are_multicast_only_if_the_controller_listens_on_loopback() {
         let listen = SocketAddr::from((ip, 0));
         let controller = Controller::start(ControllerConfig { listen, ..keys.config() }).expect("it has keys");
         let addr = SocketAddr::from(([127, 0, 0, 1], controller.local_addr().port()));
-        let mut stream = TcpStream::connect(addr).expect("a controller");
-        let (sealer, opener) = exchange_keys(&mut stream, &keys.leaf).expect("a good key");
+        let stream = TcpStream::connect(addr).expect("a controller");
+        let (sealer, opener) = secure::connect_within(&stream, &keys.leaf, CONNECT_TIMEOUT).expect("a good key");
         let mut reader = FrameReader::new(ControlReader::new(stream.try_clone().expect("a file"), Some(opener)));
         let mut writer = ControlWriter::new(stream, Some(sealer));
         send(&mut writer, &Hello::Device(announce("leaf0", 1, None))).expect("it listens");
@@ -343,4 +344,30 @@ fn key_revoked_between_challenge_and_message_is_refused() {
     let refused = HandshakeError::Refused { id: keys.ml.id(), refusal: KeyRefusal::Revoked };
     assert_eq!(finish(half), Err(refused));
     std::fs::remove_file(&path).expect("a file");
+}
+
+/// A controller of many ranks takes longer for a key exchange than a rank waits for one answer.
+#[test]
+fn rank_tries_again_if_the_controller_exchanges_no_keys_in_time() {
+    let keys = Keys::new();
+    let controller = keys.controller();
+    let busy = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let addr = ControllerAddr { key: Some(keys.ml.clone()), ..busy.local_addr().expect("bound").into() };
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let _silent = busy.accept().expect("the first attempt");
+            let (rank, _) = busy.accept().expect("the second attempt");
+            let served = TcpStream::connect(controller.local_addr()).expect("a controller");
+            thread::scope(|scope| {
+                for (mut from, mut to) in [(&rank, &served), (&served, &rank)] {
+                    scope.spawn(move || {
+                        let _ = std::io::copy(&mut from, &mut to);
+                        let _ = to.shutdown(std::net::Shutdown::Write);
+                    });
+                }
+            });
+        });
+        let joined = Session::join(addr, of_tenant("ml", "late", 0, 1), TEST_TIMEOUT, |_| None);
+        assert!(joined.is_ok(), "{}", text_of(joined));
+    });
 }
