@@ -199,3 +199,17 @@ fn settled_run_notices_what_other_threads_have_done() {
         comm.leave();
     });
 }
+
+/// A prepared operation holds the communicator, so it may outlive the call to leave.
+#[test]
+fn settled_run_after_its_rank_has_left_is_refused() {
+    on_two(|comm, mut prepared| {
+        let mut broadcast = prepare(&comm, &OpDesc::broadcast(Dtype::U32, Rank(comm.rank()), 2));
+        comm.leave();
+        for prepared in [&mut prepared, &mut broadcast] {
+            assert_eq!(prepared.run().expect_err("it has left"), Error::Left);
+            let started = prepared.start().and_then(|()| prepared.wait());
+            assert_eq!(started.expect_err("it has left"), Error::Left);
+        }
+    });
+}

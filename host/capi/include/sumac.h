@@ -115,6 +115,10 @@ enum sumac_status
      */
     SUMAC_ERROR_ENDED = 21,
     /**
+     * This rank has left the communicator, before it started a prepared operation for example.
+     */
+    SUMAC_ERROR_LEFT = 22,
+    /**
      * An environment variable is missing or invalid.
      */
     SUMAC_ERROR_ENVIRONMENT = 100,

@@ -308,7 +308,7 @@ pub unsafe extern "C" fn sumac_last_error_output(
             | Error::Partitioned { output, .. }
             | Error::OutcomeUnknown { output, .. },
         ) => Some(output.clone()),
-        Some(Error::Ended(_)) => Some(LibraryOutputState::Elements(Vec::new())),
+        Some(Error::Left | Error::Ended(_)) => Some(LibraryOutputState::Elements(Vec::new())),
         Some(error) if error.is_rejection() => Some(LibraryOutputState::Elements(Vec::new())),
         _ => None,
     });

@@ -113,6 +113,7 @@ fn call_exception(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
         Error::Argument(_) => "ArgumentError",
         Error::Schedule(_) => "HostCollectiveError",
         Error::Cancelled => "CancelledError",
+        Error::Left => "LeftError",
         Error::Ended(cause) => {
             data.set_item("cause", call_exception(py, cause)?)?;
             "EndedError"

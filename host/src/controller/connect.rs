@@ -7,9 +7,7 @@ use crate::transport::path::PathToProbe;
 use std::io::ErrorKind;
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
-use sumac_hal::ctrl::secure::{
-    self, ConnectError, ControlReader, ControlWriter, HandshakeError, Key, KeyRefusal, Opener, Sealer,
-};
+use sumac_hal::ctrl::secure::{self, ConnectError, ControlReader, ControlWriter, HandshakeError, Key, KeyRefusal};
 use sumac_hal::ctrl::{FrameReader, Hello, StreamError, send};
 use sumac_hal::traffic_class::TrafficClass;
 

@@ -239,6 +239,7 @@ impl Core {
     fn check_ended(&mut self) -> Result<(), Error> {
         match &self.data.ended {
             Some(error) if std::mem::take(&mut self.is_end_unreported) => Err(error.clone()),
+            Some(Error::Left) => Err(Error::Left),
             // The call has not begun, so its output is unchanged.
             Some(error) => Err(Error::Ended(Box::new(error.clone().with_output(OutputState::Elements(Vec::new()))))),
             None if self.notices().is_cancelled() => {

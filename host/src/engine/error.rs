@@ -19,7 +19,8 @@ use thiserror::Error;
 /// Four errors reject a call before it has any effect ([`Error::is_rejection`]): [`Error::Argument`],
 /// [`Error::NotPossible`], [`Error::Memory`] and [`Error::TooManyInFlight`]. Nothing was sent, the caller's buffer is
 /// unchanged, and the call does not count in the common order of calls, so you can correct it and call again.
-/// [`Error::Forked`] has no effect either, but it is final for the process that gets it.
+/// [`Error::Forked`] has no effect either, but it is final for the process that gets it; [`Error::Left`] is for the
+/// communicator.
 ///
 /// Any other error ends the communicator, because its ranks may be at different operations; every later call returns
 /// [`Error::Ended`]. The caller's buffer then holds, chunk by chunk, its input or the result; after a host collective
@@ -176,6 +177,9 @@ pub enum Error {
     /// This rank's own program ended the communicator ([`Canceller`](crate::comm::Canceller)).
     #[error("cancelled by this rank's own program; the other ranks see it as lost")]
     Cancelled,
+    /// This rank has left the job. Prepared operations and handles may outlive a communicator.
+    #[error("this rank has left the communicator; call leave after the last operation")]
+    Left,
     /// An earlier call ended the communicator.
     #[error("the communicator has ended, because an earlier call failed: {0}")]
     Ended(Box<Self>),
@@ -317,8 +321,8 @@ macro_rules! creation_error {
 pub(crate) use {creation_error, readable_debug};
 
 readable_debug!(Error: Mismatch RankLost RanksFailed Partitioned OutcomeUnknown PathLost GroupLost DeviceLost Device
-    Memory Stragglers Excluded Deadline TooManyInFlight NotPossible Unsupported Argument Schedule Forked Cancelled Ended
-    Creation);
+    Memory Stragglers Excluded Deadline TooManyInFlight NotPossible Unsupported Argument Schedule Forked Cancelled Left
+    Ended Creation);
 
 fn describe_mismatch(first: &OpDesc, other: &OpDesc) -> String {
     if first == other {
@@ -379,7 +383,7 @@ impl Error {
             Self::RanksFailed { output, .. }
             | Self::Partitioned { output, .. }
             | Self::OutcomeUnknown { output, .. } => output.clone(),
-            Self::Ended(_) => OutputState::Elements(Vec::new()),
+            Self::Left | Self::Ended(_) => OutputState::Elements(Vec::new()),
             error if error.is_rejection() => OutputState::Elements(Vec::new()),
             _ => OutputState::Unspecified,
         }

@@ -62,6 +62,7 @@ impl Core {
         if let Some(controller) = self.members.embedded.take().and_then(Arc::into_inner) {
             controller.wait_until_idle(limit.saturating_sub(began.elapsed()));
         }
+        self.data.ended.get_or_insert(Error::Left);
         departure
     }
 

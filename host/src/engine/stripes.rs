@@ -335,7 +335,7 @@ impl Stripes {
         // An error that all ranks agree on comes first; a rejected share has no effect, so it says least.
         let rank = |error: &Error| match error {
             _ if error.is_rejection() => 3,
-            Error::Ended(_) | Error::Cancelled => 2,
+            Error::Ended(_) | Error::Cancelled | Error::Left => 2,
             Error::Mismatch { .. } | Error::RanksFailed { .. } => 0,
             _ => 1,
         };

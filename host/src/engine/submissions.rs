@@ -70,6 +70,7 @@ impl Submissions {
         self.push(kind, work, len_bytes, kind.limit(), limit).map_err(|(refusal, buffer)| {
             let error = match refusal {
                 Refusal::Full => Error::TooManyInFlight { limit: kind.limit(), waited: limit },
+                Refusal::Ended(Error::Left) => Error::Left,
                 Refusal::Ended(ended) => Error::Ended(Box::new(ended)),
             };
             Box::new(StartError { error, buffer })
