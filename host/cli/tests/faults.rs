@@ -26,7 +26,7 @@ const UNLIMITED: u64 = 1 << 40;
 
 /// How long a failed call may take beyond its deadline: for a fence without a reply, the revocation of memory, and a
 /// loaded machine.
-const RETURN_LIMIT: Duration = Duration::from_secs(5);
+const RETURN_LIMIT: Duration = Duration::from_secs(15);
 
 /// The approximate time in which ranks start and join.
 const JOINING: Duration = Duration::from_millis(12);

@@ -19,7 +19,7 @@ use sumac_hal::ctrl::{FrameReader, Hello, send};
 use sumac_hal::emu::Rng;
 
 /// The limit of every wait; a passing test never reaches it.
-const LONG: Duration = Duration::from_secs(30);
+const LONG: Duration = Duration::from_secs(120);
 
 /// How often to poll.
 const POLL_INTERVAL: Duration = Duration::from_millis(10);

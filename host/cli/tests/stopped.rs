@@ -19,7 +19,7 @@ const ROUNDS: u64 = 6;
 const LONG_DEADLINE: Duration = Duration::from_secs(60);
 
 /// The limit for detection (5 s of silence), recovery and the other rounds, on a loaded machine.
-const RECOVERY_LIMIT: Duration = Duration::from_secs(20);
+const RECOVERY_LIMIT: Duration = Duration::from_secs(40);
 
 /// How long a straggler is stopped: longer than a device may be silent.
 const AWAY: Duration = Duration::from_secs(7);
