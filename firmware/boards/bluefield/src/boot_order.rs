@@ -152,4 +152,31 @@ mod tests {
         let order = CardBootOrder::choose(folder.path(), no_emmc).expect("variables");
         assert_eq!(order.place(), "EFI variables");
     }
+
+    /// A plain folder stands in for efivarfs.
+    #[test]
+    fn order_in_variables_is_what_was_set_last() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let value = |name: &str| {
+            let path = folder.path().join(format!("{name}-8be4df61-93ca-11d2-aa0d-00e098032b8c"));
+            fs::read(path).ok().map(|bytes| bytes[4..].to_vec())
+        };
+        fs::write(folder.path().join("Lang-8be4df61-93ca-11d2-aa0d-00e098032b8c"), *b"\x07\0\0\0en").expect("written");
+        let no_emmc = || Err(io::Error::from(io::ErrorKind::NotFound));
+        let mut order = CardBootOrder::choose(folder.path(), no_emmc).expect("variables");
+        assert!(order.try_once(Slot::A).is_err() && order.prefer(Slot::A).is_err(), "no slot has an entry");
+        for (slot, number) in [(Slot::A, 2), (Slot::B, 3)] {
+            let partition = Partition { number, start: 2048, blocks: 4096, guid: [number as u8; 16] };
+            order.set_entry(slot, partition, "console=hvc0").expect("set");
+        }
+        assert_eq!(order.preferred().expect("readable"), None);
+        order.prefer(Slot::B).expect("set");
+        assert_eq!(order.preferred().expect("readable"), Some(Slot::B));
+        order.try_once(Slot::A).expect("set");
+        assert_eq!(value("BootNext").expect("set"), [0x10, 0]);
+        order.retire(Slot::A).expect("set");
+        assert_eq!(value("BootNext"), None);
+        assert_eq!(order.preferred().expect("readable"), Some(Slot::B));
+        order.keep_fallback(Slot::A).expect("nothing to do");
+    }
 }
