@@ -11,6 +11,7 @@
 //! | 0x180 | 4 | references that it has taken |
 //! | 0x184 | 4 | 1 once it has withdrawn its references |
 //! | 0x188 | 4 | 1 if it can read the other's memory |
+//! | 0x18c | 4 | the last handle of the other's memory that it has mapped ([`MemoryChannel`](super::MemoryChannel)) |
 //! | 0x190 | 8 | address of its probe |
 //! | 0x198 | 8 | the probe's value |
 //!
@@ -18,14 +19,14 @@
 //!
 //! Invariants:
 //! - No count that the other end can write sizes anything or indexes memory: streams check indices, and a count of
-//!   taken references is only compared.
+//!   taken references and a handle are only compared.
 //! - Whoever leaves while a reference of its own is not taken withdraws first. A reader checks for that after its copy,
 //!   so it never takes bytes that their owner may have reused.
 
 use super::bar_memory::BarMemory;
 use super::mapping::MemoryError;
+use super::peer::Peer;
 use super::peer_memory::{PeerMemory, PeerMemoryError};
-use super::socket::Connection;
 use crate::ring::{Doorbell, Indices, STREAM_CAPACITY_MAX_BYTES, StreamConsumer, StreamMemory, StreamProducer};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -40,7 +41,7 @@ struct EndWords {
     taken: AtomicU32,
     is_withdrawn: AtomicU32,
     reads_peer: AtomicU32,
-    _reserved: u32,
+    mapped: AtomicU32,
     probe_address: AtomicU64,
     probe_value: AtomicU64,
 }
@@ -177,15 +178,25 @@ impl Duplex {
         fence(Ordering::SeqCst);
     }
 
-    /// Try to read the other end's memory, and publish whether that works. `connection` leads to its process.
+    /// Publish that this end has mapped the other's memory up to this handle.
+    pub fn set_mapped(&self, handle: u32) {
+        self.own().mapped.store(handle.to_le(), Ordering::Release);
+    }
+
+    /// Return the last handle of this end's memory that the other has mapped.
+    pub fn mapped_by_peer(&self) -> u32 {
+        u32::from_le(self.peer().mapped.load(Ordering::Acquire))
+    }
+
+    /// Try to read the memory of the other end's process, `peer`, and publish whether that works.
     ///
     /// # Errors
     /// [`PeerMemoryError`]: its bytes have to go through the stream.
-    pub fn probe_peer(&self, connection: Connection) -> Result<PeerMemory, PeerMemoryError> {
+    pub fn probe_peer(&self, peer: Peer) -> Result<PeerMemory, PeerMemoryError> {
         let (address, value) = (&self.peer().probe_address, &self.peer().probe_value);
         let address = u64::from_le(address.load(Ordering::Acquire));
         let value = u64::from_le(value.load(Ordering::Acquire));
-        let memory = PeerMemory::new(connection.into_peer())?;
+        let memory = PeerMemory::new(peer)?;
         let mut found = [0; 8];
         memory.read(address, &mut found)?;
         if u64::from_ne_bytes(found) != value {

@@ -61,6 +61,9 @@ pub enum MemoryError {
     /// The memory was already handed over as writable, which cannot be revoked.
     #[error("this memory was already handed over as writable: hand it over as read-only first, or use other memory")]
     Writable,
+    /// The memory has no descriptor to hand over.
+    #[error("this memory was opened from a descriptor, or severed: it has none to hand over")]
+    Private,
     /// A system call failed.
     #[error("{call} failed for {len_bytes} bytes of shared memory: {errno}")]
     System {
@@ -81,6 +84,12 @@ fn sealed_len_bytes(file: BorrowedFd<'_>) -> Result<u64, MemoryError> {
     }
     let failed = |errno| MemoryError::System { call: "fstat", len_bytes: 0, errno };
     Ok(u64::try_from(fstat(file).map_err(failed)?.st_size).unwrap_or(0))
+}
+
+/// Open a file once more, read-only.
+fn reopen_to_read(file: BorrowedFd<'_>) -> Result<OwnedFd, Errno> {
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
 }
 
 #[derive(Debug)]
@@ -342,8 +351,21 @@ impl Region {
             // Existing mappings stay writable; no new writable one can be created.
             fcntl_add_seals(file, SealFlags::FUTURE_WRITE | SealFlags::SEAL).map_err(failed("fcntl(F_ADD_SEALS)"))?;
         }
-        let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-        rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).map_err(failed("open"))
+        reopen_to_read(file).map_err(failed("open"))
+    }
+
+    /// Return a read-only descriptor to hand over as [`ReadOnly`] while this process, and others that have the memory,
+    /// write to it. It keeps the holder from writing by accident only: a process of the same user can reopen the file.
+    ///
+    /// # Errors
+    /// [`MemoryError`]; [`MemoryError::Private`] if the memory was opened from a descriptor, or severed.
+    pub fn reader_file(&self) -> Result<OwnedFd, MemoryError> {
+        let file = self.mapping.file.as_ref().ok_or(MemoryError::Private)?;
+        let failed = |call| move |errno| MemoryError::System { call, len_bytes: self.mapping.len_bytes as u64, errno };
+        if !fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SealFlags::SEAL)) {
+            fcntl_add_seals(file, SealFlags::SEAL).map_err(failed("fcntl(F_ADD_SEALS)"))?;
+        }
+        reopen_to_read(file.as_fd()).map_err(failed("open"))
     }
 
     /// Return the size in bytes of the pages that [`Region::sever`] replaces.
@@ -412,7 +434,7 @@ impl Region {
     }
 }
 
-/// A peer's memory, mapped read-only: the redo slots that outlive a device.
+/// A peer's memory, mapped read-only: the redo slots that outlive a device, or registered memory of another rank.
 #[derive(Debug)]
 pub struct ReadOnly {
     mapping: Mapping,

@@ -7,8 +7,8 @@
 //! |---|---|---|
 //! | 0 | 4 | magic "SUMS" |
 //! | 4 | 2 | version, 1 |
-//! | 6 | 2 | kind: 1 attach, 2 function, 3 memory, 4 refused, 5 bell, 6 redo, 7 arena |
-//! | 8 | 8 | attach: group (32 bits), child (16); memory: handle; refused: reason; bell: queue; redo, arena: byte offset in the memory |
+//! | 6 | 2 | kind: 1 attach, 2 function, 3 memory, 4 refused, 5 bell, 6 redo, 7 arena, 8 withdrawn |
+//! | 8 | 8 | attach: group (32 bits), child (16); memory, withdrawn: handle; refused: reason; bell: queue; redo, arena: byte offset in the memory |
 //! | 16 | 8 | attach: key; redo: bytes of a slot (32 bits), slots (32); arena: its length in bytes |
 //! | 24 | 8 | 0 |
 //!
@@ -22,6 +22,7 @@
 //! over an arena last; the rank allocates its memory there and hands over none. Such a socket may belong to a broker
 //! instead of the device itself.
 
+use super::memory_channel::MemoryChannel;
 use super::peer::{Peer, PeerError};
 use super::ready::readable;
 use super::users::{DEVICE_USER_VARIABLE, DeviceUsers};
@@ -97,6 +98,11 @@ pub enum Message {
         offset_bytes: u64,
         /// Its length in bytes.
         len_bytes: u64,
+    },
+    /// Between ranks ([`MemoryChannel`](super::MemoryChannel)): the sender has freed memory that it handed over.
+    Withdrawn {
+        /// The handle under which it was handed over.
+        handle: u64,
     },
 }
 
@@ -276,29 +282,17 @@ impl Connection {
         self.peer
     }
 
+    /// Keep the connection for memory that is handed over later, apart from the peer's process.
+    pub fn into_channel(self) -> (MemoryChannel, Peer) {
+        (MemoryChannel::new(self.socket), self.peer)
+    }
+
     /// Send a message, with a descriptor if its kind has one.
     ///
     /// # Errors
     /// [`SocketError`]; [`SocketError::Malformed`] if the descriptor is missing or unexpected.
     pub fn send(&self, message: &Message, file: Option<BorrowedFd<'_>>) -> Result<(), SocketError> {
-        if message.has_file() != file.is_some() {
-            return Err(SocketError::Malformed);
-        }
-        let bytes = message.emit();
-        let files: Vec<_> = file.into_iter().collect();
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        if !files.is_empty() {
-            // There is room for one.
-            control.push(SendAncillaryMessage::ScmRights(&files));
-        }
-        let send = || sendmsg(&self.socket, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL);
-        match retry_within(self.send_limit, send) {
-            Ok(_) => Ok(()),
-            Err(Errno::AGAIN) => Err(SocketError::Timeout(self.send_limit)),
-            Err(Errno::PIPE | Errno::CONNRESET) => Err(SocketError::Closed),
-            Err(errno) => Err(SocketError::System { call: "sendmsg", errno }),
-        }
+        send(&self.socket, (message, file), (self.send_limit, SendFlags::empty()))
     }
 
     /// Close this side for sending, which the peer receives as the end of the connection; the peer may continue to
@@ -315,39 +309,7 @@ impl Connection {
     /// # Errors
     /// [`SocketError`]; after [`SocketError::Malformed`] do not trust the peer any more.
     pub fn receive(&self, timeout: Duration) -> Result<Received, SocketError> {
-        if !wait(&self.socket, timeout)? {
-            return Err(SocketError::Timeout(timeout));
-        }
-        let mut bytes = [0; MESSAGE_LEN + 1];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let received = retry_on_intr(|| {
-            recvmsg(&self.socket, &mut [IoSliceMut::new(&mut bytes)], &mut control, RecvFlags::CMSG_CLOEXEC)
-        });
-        let (len, is_cut) = match received {
-            Ok(received) => (received.bytes, received.flags.contains(ReturnFlags::CTRUNC)),
-            Err(Errno::CONNRESET) => (0, false),
-            Err(errno) => return Err(SocketError::System { call: "recvmsg", errno }),
-        };
-        // The kernel closes descriptors beyond the first, for which there is no room; any that arrived close when
-        // dropped.
-        let mut files = control.drain().filter_map(|message| match message {
-            RecvAncillaryMessage::ScmRights(files) => Some(files),
-            _ => None,
-        });
-        let file = files.by_ref().flatten().next();
-        match len {
-            0 => Err(SocketError::Closed),
-            MESSAGE_LEN => {
-                let message = Message::parse(&bytes).ok_or(SocketError::Malformed)?;
-                match (message.has_file(), file.is_some()) {
-                    (needs, has) if needs == has => Ok(Received { message, file }),
-                    (true, _) if is_cut => Err(SocketError::NoDescriptor { message }),
-                    _ => Err(SocketError::Malformed),
-                }
-            }
-            _ => Err(SocketError::Malformed),
-        }
+        receive(&self.socket, timeout)
     }
 }
 
@@ -377,6 +339,7 @@ impl Message {
                 (6, offset_bytes, u64::from(slot_len_bytes) | u64::from(slots) << 32)
             }
             Self::Arena { offset_bytes, len_bytes } => (7, offset_bytes, len_bytes),
+            Self::Withdrawn { handle } => (8, handle, 0),
         };
         let mut bytes = [0; MESSAGE_LEN];
         bytes[..4].copy_from_slice(&MAGIC);
@@ -399,10 +362,79 @@ impl Message {
             5 => Self::Bell { queue: value as u32 },
             6 => Self::Redo { offset_bytes: value, slot_len_bytes: second as u32, slots: (second >> 32) as u32 },
             7 => Self::Arena { offset_bytes: value, len_bytes: second },
+            8 => Self::Withdrawn { handle: value },
             _ => return None,
         };
         // Checks magic, version and reserved bits in one comparison.
         (message.emit() == *bytes).then_some(message)
+    }
+}
+
+/// Send a message, with a descriptor if its kind has one, within a limit that the socket or the flags set.
+///
+/// # Errors
+/// As [`Connection::send`].
+pub(super) fn send(
+    socket: &OwnedFd,
+    (message, file): (&Message, Option<BorrowedFd<'_>>),
+    (limit, flags): (Duration, SendFlags),
+) -> Result<(), SocketError> {
+    if message.has_file() != file.is_some() {
+        return Err(SocketError::Malformed);
+    }
+    let bytes = message.emit();
+    let files: Vec<_> = file.into_iter().collect();
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !files.is_empty() {
+        // There is room for one.
+        control.push(SendAncillaryMessage::ScmRights(&files));
+    }
+    let send = || sendmsg(socket, &[IoSlice::new(&bytes)], &mut control, flags | SendFlags::NOSIGNAL);
+    match retry_within(limit, send) {
+        Ok(_) => Ok(()),
+        Err(Errno::AGAIN) => Err(SocketError::Timeout(limit)),
+        Err(Errno::PIPE | Errno::CONNRESET) => Err(SocketError::Closed),
+        Err(errno) => Err(SocketError::System { call: "sendmsg", errno }),
+    }
+}
+
+/// Wait for the next message.
+///
+/// # Errors
+/// As [`Connection::receive`].
+pub(super) fn receive(socket: &OwnedFd, timeout: Duration) -> Result<Received, SocketError> {
+    if !wait(socket, timeout)? {
+        return Err(SocketError::Timeout(timeout));
+    }
+    let mut bytes = [0; MESSAGE_LEN + 1];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let received =
+        retry_on_intr(|| recvmsg(socket, &mut [IoSliceMut::new(&mut bytes)], &mut control, RecvFlags::CMSG_CLOEXEC));
+    let (len, is_cut) = match received {
+        Ok(received) => (received.bytes, received.flags.contains(ReturnFlags::CTRUNC)),
+        Err(Errno::CONNRESET) => (0, false),
+        Err(errno) => return Err(SocketError::System { call: "recvmsg", errno }),
+    };
+    // The kernel closes descriptors beyond the first, for which there is no room; any that arrived close when
+    // dropped.
+    let mut files = control.drain().filter_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(files) => Some(files),
+        _ => None,
+    });
+    let file = files.by_ref().flatten().next();
+    match len {
+        0 => Err(SocketError::Closed),
+        MESSAGE_LEN => {
+            let message = Message::parse(&bytes).ok_or(SocketError::Malformed)?;
+            match (message.has_file(), file.is_some()) {
+                (needs, has) if needs == has => Ok(Received { message, file }),
+                (true, _) if is_cut => Err(SocketError::NoDescriptor { message }),
+                _ => Err(SocketError::Malformed),
+            }
+        }
+        _ => Err(SocketError::Malformed),
     }
 }
 

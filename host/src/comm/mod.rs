@@ -297,6 +297,12 @@ impl Communicator {
         self.core.outstanding()
     }
 
+    /// Return the number of regions that this rank has mapped of others.
+    #[cfg(test)]
+    pub(crate) fn mapped_regions(&self) -> usize {
+        self.lock().expect("no panic").mapped_regions()
+    }
+
     fn lock(&self) -> Result<MutexGuard<'_, Core>, Error> {
         self.core.lock()
     }

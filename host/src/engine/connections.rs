@@ -1,10 +1,12 @@
 //! The connections between ranks, and the work on them: host collectives and messages.
 
 use super::error::Error;
+use crate::exec::exports::RegionExports;
 use crate::exec::message::{self, Ticket, Transfer};
 use crate::exec::round::{Attempt, Round};
 use crate::exec::{Buffers, Context, ExecError, Execution, Interrupt, Mesh, Status, execute};
 use crate::schedule::Schedule;
+use std::sync::Arc;
 use std::time::Instant;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{OpDesc, Path};
@@ -66,13 +68,21 @@ pub(super) struct HostPath {
     connections: Option<Box<Connections>>,
     /// Bytes that had been sent when the connections were lent.
     sent_before_bytes: u64,
+    /// Registered memory that ranks of this machine may map.
+    exports: Arc<RegionExports>,
     /// Bytes sent to other ranks for recovery, over connections of its own.
     pub(super) recovery_bytes: u64,
 }
 
 impl HostPath {
     pub(super) fn new(connections: Connections) -> Self {
-        Self { connections: Some(Box::new(connections)), sent_before_bytes: 0, recovery_bytes: 0 }
+        let exports = Arc::clone(connections.mesh.exports());
+        Self { connections: Some(Box::new(connections)), sent_before_bytes: 0, exports, recovery_bytes: 0 }
+    }
+
+    /// Return the registered memory that ranks of this machine may map.
+    pub(super) const fn exports(&self) -> &Arc<RegionExports> {
+        &self.exports
     }
 
     /// Lend the connections.

@@ -125,6 +125,7 @@ impl Core {
         let Some(Tree::ZeroCopy(driver)) = self.data.tree.get_mut().filter(|_| is_active) else {
             return Ok(RegisteredBuffer::plain(len));
         };
+        driver.export_to(self.data.host.exports());
         match driver.alloc(len) {
             // The next operation notices this too, and recovers. Without the device, ordinary memory will do.
             Err(RegisterError::DeviceLost) if may_recover => Ok(RegisteredBuffer::plain(len)),
@@ -134,6 +135,11 @@ impl Core {
                 reason,
             }),
         }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn mapped_regions(&mut self) -> usize {
+        self.data.host.mesh().map_or(0, |mesh| mesh.mapped_regions())
     }
 
     /// Return the configuration that a sub-communicator inherits, and the number of this split.

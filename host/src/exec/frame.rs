@@ -5,9 +5,9 @@
 //! | Bytes | Field |
 //! |---|---|
 //! | 0..4 | magic `SMCF` |
-//! | 4..6 | kind: 1 data, 2 abort, 3 announce, 4 shared, 5 reference |
+//! | 4..6 | kind: 1 data, 2 abort, 3 announce, 4 shared, 5 reference, 6 mapped reference |
 //! | 6 | 1 if the sender has the board ([`super::board`]) |
-//! | 7 | zero |
+//! | 7 | 1 if messages about mapped memory wait ([`super::regions`]) |
 //! | 8..16 | operation index |
 //! | 16..20 | signature |
 //! | 20..24 | step: number of the transfer of this pair in this operation, from 0 |
@@ -17,14 +17,16 @@
 //! | 36..40 | number of the call, from 1, modulo 2^32; 0 for what no call is |
 //! | 40..48 | element count |
 //! | 48..56 | length of the whole transfer in bytes (data, reference) |
-//! | 56..64 | address of the payload in the sender's memory (reference) |
+//! | 56..64 | address of the payload in the sender's memory (reference), or its place in a region (mapped) |
 //!
 //! A transfer is sent as one or more data frames of at most [`FRAME_MAX_BYTES`], so that an abort never waits for more
 //! than that. A reference, only in shared memory, takes the place of a data frame: its payload does not follow, the
-//! receiver copies it ([`super::shared`]). After a shared frame, the sender's bytes come through shared memory. The
-//! payload of an abort frame is the error, encoded with postcard. Every frame describes its operation, because a
-//! signature alone cannot tell the user what the other rank called. Frames carry no checksum of their own: TCP's is
-//! relied on.
+//! receiver copies it ([`super::shared`]), through the kernel or out of memory that it has mapped. A place in a region
+//! is an offset of 40 bits, and above it the region's handle, of 24.
+//!
+//! After a shared frame, the sender's bytes come through shared memory. The payload of an abort frame is the error,
+//! encoded with postcard. Every frame describes its operation, because a signature alone cannot tell the user what the
+//! other rank called. Frames carry no checksum of their own: TCP's is relied on.
 
 use super::error::{Call, ExecError};
 use sumac_hal::ids::Rank;
@@ -53,6 +55,8 @@ pub(super) enum FrameKind {
     Shared,
     /// A piece of a transfer, which the receiver copies from the sender's memory.
     Reference,
+    /// The same, out of a region that the receiver has mapped.
+    MappedReference,
 }
 
 /// A frame's header.
@@ -66,6 +70,8 @@ pub(super) struct Header {
     pub(super) transfer_bytes: u64,
     /// Where the payload of a reference is in the sender's memory.
     pub(super) address: u64,
+    /// Messages about mapped memory wait.
+    pub(super) has_news: bool,
     /// The sender has the board.
     pub(super) has_board: bool,
     /// The number of the call ([`super::Context::number`]).
@@ -75,7 +81,17 @@ pub(super) struct Header {
 impl Header {
     /// Return the header of a frame without a payload.
     pub(super) const fn bare(kind: FrameKind, call: Call, step: u32) -> Self {
-        Self { kind, call, step, len_bytes: 0, transfer_bytes: 0, address: 0, has_board: false, number: 0 }
+        Self {
+            kind,
+            call,
+            step,
+            len_bytes: 0,
+            transfer_bytes: 0,
+            address: 0,
+            has_news: false,
+            has_board: false,
+            number: 0,
+        }
     }
 
     pub(super) fn emit(&self) -> [u8; HEADER_BYTES] {
@@ -85,12 +101,14 @@ impl Header {
             FrameKind::Announce => 3,
             FrameKind::Shared => 4,
             FrameKind::Reference => 5,
+            FrameKind::MappedReference => 6,
         };
         let call = &self.call;
         let mut bytes = [0; HEADER_BYTES];
         bytes[0..4].copy_from_slice(&FRAME_MAGIC);
         bytes[4..6].copy_from_slice(&kind.to_le_bytes());
         bytes[6] = u8::from(self.has_board);
+        bytes[7] = u8::from(self.has_news);
         bytes[8..16].copy_from_slice(&call.op_index.to_le_bytes());
         bytes[16..20].copy_from_slice(&call.signature.to_le_bytes());
         bytes[20..24].copy_from_slice(&self.step.to_le_bytes());
@@ -129,6 +147,7 @@ impl Header {
             3 => (FrameKind::Announce, 0),
             4 => (FrameKind::Shared, 0),
             5 => (FrameKind::Reference, REFERENCE_MAX_BYTES),
+            6 => (FrameKind::MappedReference, REFERENCE_MAX_BYTES),
             other => return Err(refuse("kind", other.into())),
         };
         let len_bytes = u32_at(bytes, 24) as usize;
@@ -152,9 +171,9 @@ impl Header {
             path: path.ok_or_else(|| refuse("path", bytes[31].into()))?,
         };
         let (transfer_bytes, address) = (u64_at(bytes, 48), u64_at(bytes, 56));
-        let has_board = bytes[6] & 1 != 0;
+        let (has_board, has_news) = (bytes[6] & 1 != 0, bytes[7] & 1 != 0);
         let (step, number) = (u32_at(bytes, 20), u32_at(bytes, 36));
-        Ok(Self { kind, call, step, len_bytes, transfer_bytes, address, has_board, number })
+        Ok(Self { kind, call, step, len_bytes, transfer_bytes, address, has_news, has_board, number })
     }
 }
 
@@ -230,6 +249,7 @@ mod tests {
             len_bytes: 0x4000,
             transfer_bytes,
             address,
+            has_news: true,
             has_board: true,
             number,
         }
@@ -237,7 +257,7 @@ mod tests {
 
     #[test]
     fn header_has_golden_bytes() {
-        let golden = *b"SMCF\x01\0\x01\0\x14\x13\x12\x11\0\0\0\0\x24\x23\x22\x21\x05\0\0\0\0\x40\0\0\x01\x0b\x01\x02\
+        let golden = *b"SMCF\x01\0\x01\x01\x14\x13\x12\x11\0\0\0\0\x24\x23\x22\x21\x05\0\0\0\0\x40\0\0\x01\x0b\x01\x02\
                         \0\0\0\0\x54\x53\x52\x51\x06\x05\x04\x03\x02\x01\0\0\
                         \x36\x35\x34\x33\x32\x31\0\0\x46\x45\x44\x43\x42\x41\0\0";
         assert_eq!(header().emit(), golden);
@@ -277,7 +297,8 @@ mod tests {
                 bytes[0..4].copy_from_slice(&FRAME_MAGIC);
             }
             if let Ok(header) = Header::parse(Rank(0), &bytes) {
-                let max = if header.kind == FrameKind::Reference { REFERENCE_MAX_BYTES } else { FRAME_MAX_BYTES };
+                let is_reference = matches!(header.kind, FrameKind::Reference | FrameKind::MappedReference);
+                let max = if is_reference { REFERENCE_MAX_BYTES } else { FRAME_MAX_BYTES };
                 prop_assert!(header.len_bytes <= max);
                 prop_assert_eq!(Header::parse(Rank(0), &header.emit()), Ok(header));
             }

@@ -5,6 +5,8 @@
 //! Invariant: bytes are taken off a stream only up to the end of the current frame, so that data of a later step or
 //! operation waits there until it is needed.
 
+mod references;
+
 use super::acceptor::Redial;
 use super::auth::{ANSWER_BYTES, Dialler};
 use super::error::Call;
@@ -14,6 +16,8 @@ use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
 use std::io::{ErrorKind, IoSlice, Read};
 use std::net::TcpStream;
 use std::time::Instant;
+
+pub(super) use references::{COPY_MAX_BYTES, PAGE_BYTES, Reference};
 
 /// A peer and the connection to it.
 #[derive(Debug, Default)]
@@ -65,7 +69,7 @@ pub(super) struct Rx {
     /// Whether the peer has switched to shared memory.
     pub(super) is_shared: bool,
     /// Where the rest of the payload is in the peer's memory, if the frame is a reference.
-    pub(super) reference: Option<u64>,
+    pub(super) reference: Option<Reference>,
 }
 
 impl Default for Rx {
@@ -137,6 +141,11 @@ impl Rx {
         let mut header = [0; HEADER_BYTES];
         header.copy_from_slice(&self.bytes[..HEADER_BYTES]);
         header
+    }
+
+    /// Return whether the rest of the payload is in memory that this rank has mapped.
+    pub(super) const fn is_mapped(&self) -> bool {
+        matches!(self.reference, Some(Reference::Mapped(_)))
     }
 }
 
@@ -246,52 +255,13 @@ impl Link {
     pub(super) fn read_payload(&mut self, into: &mut [u8]) -> IoOutcome {
         let len = into.len().min(self.rx.left_bytes);
         let moved = match self.rx.reference {
-            Some(address) => self.copy_reference(address, &mut into[..len.min(COPY_MAX_BYTES)]),
+            Some(reference) => self.copy_reference(reference, &mut into[..len.min(COPY_MAX_BYTES)]),
             None => self.read(&mut into[..len]),
         };
         if let IoOutcome::Bytes(n) = moved {
             self.rx.left_bytes -= n;
         }
         moved
-    }
-
-    /// Return the part of scratch memory to which the kernel copies a reference fastest, behind `carried` bytes: where
-    /// it is as far into its page as the source.
-    pub(super) fn aligned<'s>(&self, scratch: &'s mut [u8], carried: usize) -> &'s mut [u8] {
-        let address = self.rx.reference.unwrap_or(0) as usize;
-        let ahead = address.wrapping_sub(scratch.as_ptr().addr()).wrapping_sub(carried) % PAGE_BYTES;
-        let len = scratch.len() - PAGE_BYTES;
-        &mut scratch[if self.rx.reference.is_some() { ahead } else { 0 }..][..len]
-    }
-
-    /// Return whether the kernel copies a payload to this place fast. Some processors copy byte by byte if the
-    /// destination begins just after the source in its page, as glibc's bug 30994 describes.
-    pub(super) fn is_fast_to(&self, place: &[u8]) -> bool {
-        let Some(address) = self.rx.reference else { return true };
-        let ahead = place.as_ptr().addr().wrapping_sub(address as usize) % PAGE_BYTES;
-        !(1..SLOW_BELOW_BYTES).contains(&ahead)
-    }
-
-    /// Copy bytes of a reference, and say so after the last one.
-    fn copy_reference(&mut self, address: u64, into: &mut [u8]) -> IoOutcome {
-        let Some(shared) = &self.shared else { return IoOutcome::Ended };
-        let copied = shared.copy(address, into);
-        if copied == IoOutcome::Bytes(into.len()) {
-            let is_last = into.len() == self.rx.left_bytes;
-            self.rx.reference = (!is_last).then(|| address.wrapping_add(into.len() as u64));
-            if is_last && !shared.take_reference() {
-                self.rx.left_bytes = 0;
-                return IoOutcome::Ended;
-            }
-        }
-        copied
-    }
-
-    /// Forget a reference that the peer has withdrawn, or whose memory is gone: only an abort can follow.
-    pub(super) const fn forget_reference(&mut self) {
-        if self.rx.reference.is_some() {
-            (self.rx.reference, self.rx.left_bytes, self.rx.frame) = (None, 0, None);
-        }
     }
 
     /// Send as much of a transfer, of which `sent` bytes are out, as the connection accepts. Returns payload bytes,
@@ -306,15 +276,19 @@ impl Link {
         }
         let rest = &transfer[sent..];
         if self.tx.is_between_frames() {
-            let is_reference = self.sends_reference(rest.len());
-            let (kind, max) = match is_reference {
-                true => (FrameKind::Reference, REFERENCE_MAX_BYTES),
-                false => (FrameKind::Data, FRAME_MAX_BYTES),
+            let max = rest.len().min(REFERENCE_MAX_BYTES);
+            let shared = self.shared.as_mut().filter(|_| self.tx.is_shared);
+            let place = shared.and_then(|shared| shared.place_of(&rest[..max]));
+            let (kind, max, address) = match place {
+                Some(place) => (FrameKind::MappedReference, max, place.to_wire()),
+                // Only the peer uses it, through the kernel.
+                None if self.sends_reference(rest.len()) => {
+                    (FrameKind::Reference, max, rest.as_ptr().expose_provenance() as u64)
+                }
+                None => (FrameKind::Data, rest.len().min(FRAME_MAX_BYTES), 0),
             };
-            self.tx.left_bytes = rest.len().min(max);
-            // Only the peer uses it, through the kernel.
-            let address = if is_reference { rest.as_ptr().expose_provenance() as u64 } else { 0 };
-            self.tx.begin(kind, call, (transfer.len() as u64, address));
+            self.tx.left_bytes = max;
+            self.begin_frame(kind, call, (transfer.len() as u64, address));
         }
         let (header, is_reference) = (self.tx.header, self.tx.is_reference);
         let body = if is_reference { &[] } else { &rest[..self.tx.left_bytes] };
@@ -332,35 +306,6 @@ impl Link {
         }
     }
 
-    /// Return whether a payload is sent as a reference.
-    pub(super) fn sends_reference(&self, len_bytes: usize) -> bool {
-        self.tx.is_shared && self.shared.as_ref().is_some_and(|shared| shared.sends_reference(len_bytes))
-    }
-
-    /// Return the bytes of a reference once the peer has copied them.
-    pub(super) fn finish_reference(&mut self, number: u32) -> IoOutcome {
-        let Some(shared) = &self.shared else { return IoOutcome::Ended };
-        let outcome = shared.reference_outcome(number, self.tx.left_bytes);
-        if matches!(outcome, IoOutcome::Bytes(_)) {
-            (self.tx.reference, self.tx.left_bytes) = (None, 0);
-        }
-        outcome
-    }
-
-    /// Send a payload as a reference, whose header is sent, and wait for [`Link::finish_reference`].
-    pub(super) fn begin_reference(&mut self, len_bytes: usize) {
-        self.tx.left_bytes = len_bytes;
-        self.tx.reference = self.shared.as_mut().map(|shared| shared.number_reference());
-    }
-
-    /// Withdraw a reference that the peer has not copied: its memory goes back to the caller.
-    pub(super) fn withdraw_reference(&mut self) {
-        if self.tx.reference.take().is_some() {
-            self.tx.left_bytes = 0;
-            self.shared.iter_mut().for_each(|shared| shared.withdraw());
-        }
-    }
-
     /// Announce the operation in which this rank waits for the peer, unless a frame has done so.
     ///
     /// What the connection does not accept is sent by the next call, or before the next frame.
@@ -369,8 +314,14 @@ impl Link {
         if self.tx.announced || !matches!(moved, IoOutcome::Bytes(_)) {
             return moved;
         }
-        self.tx.begin(FrameKind::Announce, call, (0, 0));
+        self.begin_frame(FrameKind::Announce, call, (0, 0));
         self.flush_bare()
+    }
+
+    fn begin_frame(&mut self, kind: FrameKind, call: &Call, (transfer_bytes, address): (u64, u64)) {
+        let shared = self.shared.as_mut().filter(|_| self.tx.is_shared);
+        let has_news = shared.is_some_and(|shared| shared.take_news());
+        self.tx.begin(kind, call, (transfer_bytes, address, has_news));
     }
 
     /// Send the rest of a frame without a payload, and switch to shared memory if that is due and no frame is under
@@ -431,15 +382,15 @@ impl Tx {
         self.header_left == 0 && self.left_bytes == 0
     }
 
-    fn begin(&mut self, kind: FrameKind, call: &Call, (transfer_bytes, address): (u64, u64)) {
+    fn begin(&mut self, kind: FrameKind, call: &Call, (transfer_bytes, address, has_news): (u64, u64, bool)) {
         let len_bytes = self.left_bytes;
         let (has_board, number) = (self.has_board, self.number);
         let bare = Header::bare(kind, *call, self.transfers);
-        let header = Header { len_bytes, transfer_bytes, address, has_board, number, ..bare };
+        let header = Header { len_bytes, transfer_bytes, address, has_news, has_board, number, ..bare };
         self.header = header.emit();
         self.header_left = HEADER_BYTES;
         self.bare = (kind == FrameKind::Announce).then_some(kind);
-        self.is_reference = kind == FrameKind::Reference;
+        self.is_reference = matches!(kind, FrameKind::Reference | FrameKind::MappedReference);
         self.announced = true;
     }
 
@@ -488,10 +439,3 @@ pub(super) fn write(stream: &TcpStream, head: &[u8], body: &[u8]) -> IoOutcome {
         }
     }
 }
-
-/// Bytes of a reference copied by one system call, so that an operation notices an abort meanwhile.
-const COPY_MAX_BYTES: usize = 1 << 20;
-/// The period of addresses after which stores and loads disturb each other.
-pub(super) const PAGE_BYTES: usize = 4096;
-/// How far a destination has to be ahead of its source within that.
-const SLOW_BELOW_BYTES: usize = 64;

@@ -11,6 +11,7 @@ use super::auth::{
 };
 use super::board::BoardState;
 use super::error::{Call, ExecError, MeshError};
+use super::exports::RegionExports;
 use super::handshake::Pending;
 use super::link::{IoOutcome, Link, PAGE_BYTES, State, write};
 use super::message::Messages;
@@ -23,6 +24,7 @@ use crate::wait_policy::{CoreWatch, WaitPolicy};
 use rustix::event::PollFd;
 use std::io::ErrorKind;
 use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
 use std::time::Instant;
 use sumac_hal::ids::Rank;
 use sumac_hal::ring::SpinPolicy;
@@ -55,6 +57,10 @@ pub struct Mesh {
     pub(super) messages: Messages,
     /// How memory is shared with other ranks, or why it is not.
     pub(super) sharing: Result<Sharing, String>,
+    /// Registered memory that ranks of this machine may map.
+    pub(super) exports: Arc<RegionExports>,
+    /// [`RegionExports::removals`] when freed memory was last withdrawn.
+    removals_seen: u32,
     /// The board of short collectives.
     pub(super) board: BoardState,
     /// The number of ranks on this machine, with this one.
@@ -124,6 +130,8 @@ impl Mesh {
         let ranks_here = addresses.iter().filter(|address| address.ip() == own).count();
         Ok(Self {
             sharing,
+            exports: Arc::default(),
+            removals_seen: 0,
             board: BoardState::default(),
             waiting: WaitPolicy::default().for_threads(ranks_here),
             core: CoreWatch::default(),
@@ -247,6 +255,27 @@ impl Mesh {
     /// Withdraw what peers have not copied yet, before it goes back to the caller.
     pub(super) fn withdraw_references(&mut self) {
         self.links.iter_mut().for_each(Link::withdraw_reference);
+    }
+
+    /// Return the registered memory that ranks of this machine may map.
+    pub(crate) const fn exports(&self) -> &Arc<RegionExports> {
+        &self.exports
+    }
+
+    /// Return the number of regions that this rank has mapped of others.
+    #[cfg(test)]
+    pub(crate) fn mapped_regions(&self) -> usize {
+        let regions = self.links.iter().filter_map(|link| link.shared.as_ref()?.regions.as_ref());
+        regions.map(|regions| regions.counts().1).sum()
+    }
+
+    /// Withdraw what was freed of it since the last operation.
+    #[inline]
+    pub(super) fn withdraw_freed(&mut self) {
+        let removals = self.exports.removals();
+        if std::mem::replace(&mut self.removals_seen, removals) != removals {
+            self.links.iter_mut().filter_map(|link| link.shared.as_mut()).for_each(|shared| shared.withdraw_freed());
+        }
     }
 }
 

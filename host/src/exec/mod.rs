@@ -21,6 +21,7 @@ mod announce;
 mod auth;
 pub(crate) mod board;
 mod error;
+pub(crate) mod exports;
 mod flush;
 mod frame;
 mod handshake;
@@ -34,6 +35,7 @@ mod other_calls;
 mod p2p;
 mod poll;
 mod poll_backoff;
+mod regions;
 pub(crate) mod round;
 mod run;
 mod shared;
@@ -47,6 +49,8 @@ mod collective_tests;
 mod failure_tests;
 #[cfg(test)]
 mod message_tests;
+#[cfg(test)]
+mod region_tests;
 #[cfg(test)]
 mod shared_tests;
 #[cfg(test)]

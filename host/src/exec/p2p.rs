@@ -14,7 +14,7 @@
 //! where a receive from any rank is posted: its tag says whether that takes the message.
 
 use super::error::ExecError;
-use super::link::{IoOutcome, Link, State};
+use super::link::{IoOutcome, Link, Reference, State};
 use super::message::{Direction, Message, MessageBuffer, Ticket};
 use rustix::event::PollFlags;
 use std::collections::VecDeque;
@@ -272,7 +272,8 @@ impl P2pChannel {
         }
         self.header = None;
         self.link.rx.left_bytes = expected;
-        self.link.rx.reference = (header.address != 0 && expected != 0).then_some(header.address);
+        let reference = Reference::Address(header.address);
+        self.link.rx.reference = (header.address != 0 && expected != 0).then_some(reference);
         Ok(true)
     }
 

@@ -14,7 +14,7 @@ use super::announce::RetryTimer;
 use super::board::BoardUse;
 use super::error::{Call, ExecError};
 use super::frame::FrameKind;
-use super::link::{IoOutcome, State};
+use super::link::{COPY_MAX_BYTES, IoOutcome, State};
 use super::memory::{Buffers, Memory, copy_bytes};
 use super::mesh::Mesh;
 use super::message::Message;
@@ -274,6 +274,7 @@ impl<'a> Run<'a> {
 
     fn begin(&mut self) -> Result<(), Failure> {
         self.mesh.links.iter_mut().for_each(|link| link.begin_operation(self.number));
+        self.mesh.withdraw_freed();
         self.begin_on_board();
         self.dial_peers()?;
         for peer in 0..self.mesh.links.len() {
@@ -414,12 +415,29 @@ impl<'a> Run<'a> {
         Ok(true)
     }
 
-    /// Receive payload: directly into its destination or, if it must be processed, through the scratch memory.
+    /// Receive payload; out of memory that this rank has mapped, many pieces.
     fn land(&mut self, slot: usize, recv: &Recv) -> IoOutcome {
+        let (mut landed, first) = (0, self.mesh.recvs[slot].bytes);
+        loop {
+            match self.land_piece(first + landed, recv) {
+                IoOutcome::Bytes(n) => landed += n,
+                other => return other,
+            }
+            if landed >= COPY_MAX_BYTES || !self.mesh.links[recv.peer.0 as usize].rx.is_mapped() {
+                return IoOutcome::Bytes(landed);
+            }
+        }
+    }
+
+    /// Receive a piece of payload: directly into its destination or, if it must be processed, through the scratch
+    /// memory.
+    fn land_piece(&mut self, at_bytes: usize, recv: &Recv) -> IoOutcome {
         let link = &mut self.mesh.links[recv.peer.0 as usize];
-        let at_bytes = self.mesh.recvs[slot].bytes;
         let carried = link.rx.carry_len;
-        let scratch = link.aligned(&mut self.mesh.scratch, carried);
+        let mut scratch = link.aligned(&mut self.mesh.scratch, carried);
+        if link.rx.is_mapped() {
+            scratch = &mut scratch[..carried + MAPPED_PIECE_BYTES];
+        }
         if let Some(place) = self.memory.direct(recv) {
             let place = &mut place[at_bytes..];
             if link.is_fast_to(place) {
@@ -476,3 +494,6 @@ fn reset(progress: &mut Vec<Progress>, len: usize) {
     progress.clear();
     progress.resize(len, Progress::default());
 }
+
+/// Mapped memory copied at a time to be processed: it stays in the core's first-level cache until it is.
+const MAPPED_PIECE_BYTES: usize = 8 << 10;

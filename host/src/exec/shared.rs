@@ -2,16 +2,20 @@
 //!
 //! It takes over from the connection's socket ([`super::sharing`]): each rank switches its direction between two
 //! frames. The socket stays, because its end is how a rank notices that the other is gone. Short payloads go through a
-//! byte stream. A long one is sent as a reference where the kernel lets the receiver read the sender's memory: the
-//! receiver copies it straight to its place, and the transfer is over when it has said so.
+//! byte stream. A long one is sent as a reference where the kernel lets the receiver read the sender's memory, or where
+//! the receiver has mapped it ([`super::regions`]): the receiver copies it straight to its place, and the transfer is
+//! over when it has said so.
 //!
 //! Invariants:
 //! - The peer's socket ends first, its stream afterwards: what it wrote before it left is read.
 //! - A rank that leaves an operation withdraws its references before the caller gets the memory back.
 //! - A peer that breaks the rules of the streams counts as gone.
 
+use super::exports::RegionExports;
 use super::frame::HEADER_BYTES;
 use super::link::IoOutcome;
+use super::regions::{RegionLink, RegionPlace};
+use std::sync::Arc;
 use sumac_hal::ring::{Poisoned, StreamConsumer, StreamProducer};
 use sumac_hal::shm::{Bell, Connection, Duplex, DuplexStream, PeerMemory};
 
@@ -25,6 +29,8 @@ pub(super) struct SharedLink {
     bell: Bell,
     /// The peer's memory; `None` if the kernel does not let this process read it.
     memory: Option<PeerMemory>,
+    /// Registered memory of both ranks, where they map it.
+    pub(super) regions: Option<Box<RegionLink>>,
     /// References sent, modulo 2^32.
     references: u32,
     /// The socket has ended: nothing is written to the peer's stream any more.
@@ -32,14 +38,17 @@ pub(super) struct SharedLink {
 }
 
 impl SharedLink {
-    /// Take over memory that both ranks have. `connection` leads to the peer's process.
-    pub(super) fn new(duplex: Duplex, bell: Bell, connection: Connection) -> Self {
-        let memory = duplex.probe_peer(connection);
+    /// Take over memory that both ranks have. `connection` leads to the peer's process. With `exports`, the ranks map
+    /// each other's registered memory.
+    pub(super) fn new(duplex: Duplex, bell: Bell, connection: Connection, exports: Option<Arc<RegionExports>>) -> Self {
+        let (channel, peer) = connection.into_channel();
+        let regions = exports.map(|exports| Box::new(RegionLink::new(channel, exports)));
+        let memory = duplex.probe_peer(peer);
         if let Err(why) = &memory {
-            crate::log::info!(%why, "long transfers between ranks of this machine are copied twice");
+            crate::log::info!(%why, "long transfers between ranks of this machine are copied twice, unless from registered memory");
         }
         let (tx, rx) = duplex.streams();
-        Self { duplex, tx, rx, bell, memory: memory.ok(), references: 0, is_ended: false }
+        Self { duplex, tx, rx, bell, memory: memory.ok(), regions, references: 0, is_ended: false }
     }
 
     /// Note that the peer's socket has ended.
@@ -85,6 +94,29 @@ impl SharedLink {
         len_bytes >= REFERENCE_MIN_BYTES && self.duplex.is_read_by_peer()
     }
 
+    /// Return where the peer finds a payload in memory that it has mapped, if it is better sent as such a reference.
+    pub(super) fn place_of(&mut self, payload: &[u8]) -> Option<RegionPlace> {
+        let regions = self.regions.as_mut().filter(|_| payload.len() >= MAPPED_MIN_BYTES)?;
+        regions.place_of(payload, self.duplex.mapped_by_peer())
+    }
+
+    /// Return whether the next frame has to say that messages about mapped memory wait.
+    pub(super) fn take_news(&mut self) -> bool {
+        self.regions.as_mut().is_some_and(|regions| regions.take_news())
+    }
+
+    /// Take the peer's messages about mapped memory.
+    pub(super) fn receive_regions(&mut self) {
+        if let Some(regions) = &mut self.regions {
+            self.duplex.set_mapped(regions.receive());
+        }
+    }
+
+    /// Withdraw memory that was freed.
+    pub(super) fn withdraw_freed(&mut self) {
+        self.regions.iter_mut().for_each(|regions| regions.withdraw_freed());
+    }
+
     /// Number a reference that has been written.
     pub(super) const fn number_reference(&mut self) -> u32 {
         self.references = self.references.wrapping_add(1);
@@ -116,6 +148,17 @@ impl SharedLink {
             Ok(()) => IoOutcome::Bytes(into.len()),
             Err(error) => {
                 crate::log::debug!(%error, "a reference cannot be copied");
+                IoOutcome::Ended
+            }
+        }
+    }
+
+    /// Copy bytes of the peer's memory that this rank has mapped.
+    pub(super) fn copy_mapped(&self, place: RegionPlace, into: &mut [u8]) -> IoOutcome {
+        match &self.regions {
+            Some(regions) if regions.read(place, into) => IoOutcome::Bytes(into.len()),
+            _ => {
+                crate::log::warn!(?place, "a rank refers to memory that it has not handed over, and counts as gone");
                 IoOutcome::Ended
             }
         }
@@ -185,3 +228,5 @@ fn broken(error: &Poisoned) -> IoOutcome {
 /// The length from which a payload is sent as a reference: below, two copies through the cache cost less than a system
 /// call of the receiver and its answer.
 pub(super) const REFERENCE_MIN_BYTES: usize = 64 << 10;
+/// The same for a reference to memory that the receiver has mapped: only its answer is to be waited for.
+pub(super) const MAPPED_MIN_BYTES: usize = 16 << 10;

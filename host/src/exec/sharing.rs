@@ -20,6 +20,7 @@
 
 use super::auth::{Purpose, shared_key, shared_name};
 use super::error::Call;
+use super::exports::RegionExports;
 use super::frame::{FrameKind, Header};
 use super::link::{Link, State};
 use super::mesh::Mesh;
@@ -28,6 +29,7 @@ use crate::schedule::Place;
 use crate::secret::JobSecret;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use sumac_hal::ctrl::secure;
 use sumac_hal::ids::{ChildIndex, GroupId, Rank};
@@ -168,7 +170,8 @@ impl Mesh {
         match file {
             Some(file) => {
                 let end = LinkEnd { peer, purpose, has_dialled: true };
-                self.share(end, SharedLink::new(duplex, Bell::open(file), connection));
+                let exports = self.exports_for(purpose);
+                self.share(end, SharedLink::new(duplex, Bell::open(file), connection, exports));
             }
             None => crate::log::info!(%peer, "a rank of this machine takes no shared memory: TCP"),
         }
@@ -233,7 +236,8 @@ impl Mesh {
                 // Whoever has withdrawn the offer has closed the connection.
                 let Ok(sharing) = &self.sharing else { return };
                 if connection.send(&Message::Bell { queue: 0 }, Some(sharing.bell.as_fd())).is_ok() {
-                    self.share(end, SharedLink::new(duplex, bell, connection));
+                    let exports = self.exports_for(purpose);
+                    self.share(end, SharedLink::new(duplex, bell, connection, exports));
                 }
             }
         }
@@ -256,6 +260,11 @@ impl Mesh {
     pub(super) fn expire_arrivals(&mut self, now: Instant) {
         let Ok(sharing) = &mut self.sharing else { return };
         sharing.arrivals.retain(|arrival| now < arrival.since + ARRIVAL_LIMIT);
+    }
+
+    /// Return the memory that the peer of a connection may map: messages do without.
+    fn exports_for(&self, purpose: Purpose) -> Option<Arc<RegionExports>> {
+        (purpose == Purpose::Peer).then(|| Arc::clone(&self.exports))
     }
 
     /// Let shared memory take over a connection.

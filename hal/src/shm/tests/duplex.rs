@@ -75,7 +75,7 @@ fn processes_exchange_bytes_and_read_each_others_memory() {
     let filled = || rx.read(&mut address) == Ok(8);
     assert_eq!(Waiter::new(SpinPolicy::NONE).wait(&[duplex.own_bell()], Some(Instant::now() + LONG), filled), Ok(true));
     assert!(!duplex.is_read_by_peer(), "it has not tried");
-    let memory = duplex.probe_peer(connection).expect("one user's processes");
+    let memory = duplex.probe_peer(connection.into_peer()).expect("one user's processes");
     let mut copied = vec![0; REFERRED_BYTES];
     memory.read(u64::from_le_bytes(address), &mut copied).expect("it is there");
     assert!((0..).map(byte).zip(&copied).all(|(right, found)| right == *found));

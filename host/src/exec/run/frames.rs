@@ -4,7 +4,8 @@ use super::{Failure, Run};
 use crate::exec::auth::Purpose;
 use crate::exec::error::{Call, ExecError};
 use crate::exec::frame::{AbortFrame, FrameKind, HEADER_BYTES, Header};
-use crate::exec::link::{IoOutcome, State};
+use crate::exec::link::{IoOutcome, Reference, State};
+use crate::exec::regions::RegionPlace;
 use sumac_hal::ids::Rank;
 
 impl Run<'_> {
@@ -37,9 +38,16 @@ impl Run<'_> {
         };
         let link = &mut self.mesh.links[peer.0 as usize];
         link.rx.left_bytes = header.len_bytes;
-        if header.kind == FrameKind::Reference {
-            link.rx.reference = Some(header.address);
+        link.rx.reference = match header.kind {
+            FrameKind::Reference => Some(Reference::Address(header.address)),
+            FrameKind::MappedReference => Some(Reference::Mapped(RegionPlace::from_wire(header.address))),
+            _ => None,
+        };
+        if link.rx.reference.is_some() {
             header.kind = FrameKind::Data;
+        }
+        if let (true, Some(shared)) = (header.has_news, &mut link.shared) {
+            shared.receive_regions();
         }
         link.rx.frame = Some(header);
         self.check_frame(&header)?;

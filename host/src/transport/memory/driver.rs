@@ -16,7 +16,9 @@ use super::redo::Redo;
 use super::registered::{Buffer, Registry};
 use super::remote::DeviceLink;
 use super::retire::{Fence, ProcessControl};
+use crate::exec::exports::RegionExports;
 use crate::transport::packets::{Buffers, CompletionInfo, EndpointError, EndpointStats, Event, OpId, PostError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use sumac_hal::dma::{Address, RegionKey, Span};
 use sumac_hal::mmio::{
@@ -180,6 +182,14 @@ impl ZeroCopyDriver {
     /// Return the device's name.
     pub fn device(&self) -> &str {
         &self.device
+    }
+
+    /// Let other ranks of this machine map the memory that is allocated from now on.
+    pub(crate) fn export_to(&mut self, exports: &Arc<RegionExports>) {
+        // An arena is the device's memory, of which this rank has no descriptor.
+        if self.arena.is_none() {
+            self.registry.export_to(exports);
+        }
     }
 
     /// Allocate zeroed memory that the device can reach.

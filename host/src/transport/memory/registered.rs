@@ -10,6 +10,7 @@
 //! as its owner, until their chunks are answered or fenced. To this process the device is like a system call that fills
 //! a buffer.
 
+use crate::exec::exports::{Export, RegionExports};
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
@@ -45,6 +46,7 @@ struct Lease<T> {
     base: NonNull<T>,
     len: usize,
     key: RegionKey,
+    export: Option<Arc<Export>>,
     /// Keeps the mapping alive.
     _region: SharedRegion,
     dropped: Arc<Dropped>,
@@ -117,6 +119,7 @@ impl<T> Drop for Lease<T> {
             // The attached process tells the device; its lock may be held for ever in this copy.
             return;
         }
+        self.export.iter().for_each(|export| export.withdraw());
         self.dropped.keys.lock().unwrap_or_else(PoisonError::into_inner).push(self.key);
         self.dropped.any.store(true, Ordering::Release);
     }
@@ -127,6 +130,8 @@ impl<T> Drop for Lease<T> {
 pub(super) struct Registry {
     entries: Vec<Entry>,
     dropped: Arc<Dropped>,
+    /// Where new regions are exported to other ranks of this machine.
+    exports: Option<Arc<RegionExports>>,
 }
 
 #[derive(Debug)]
@@ -137,13 +142,16 @@ struct Entry {
     used_bytes: usize,
     page_len_bytes: usize,
     key: RegionKey,
+    /// What lets other ranks of this machine map it.
+    export: Option<Arc<Export>>,
     region: SharedRegion,
 }
 
 impl Registry {
     /// Create an empty registry. It and its buffers keep `connection` open.
     pub(super) fn new(connection: Option<Arc<Connection>>) -> Self {
-        Self { entries: Vec::new(), dropped: Arc::new(Dropped { _connection: connection, ..Dropped::default() }) }
+        let dropped = Arc::new(Dropped { _connection: connection, ..Dropped::default() });
+        Self { entries: Vec::new(), dropped, exports: None }
     }
 
     /// Return whether this process was forked from the driver's.
@@ -162,10 +170,25 @@ impl Registry {
         let (page_len_bytes, used_bytes) = (region.page_len_bytes(), len * size_of::<T>());
         let region = Arc::new(Mutex::new(region));
         let start = base.as_ptr().expose_provenance();
-        let entry = Entry { start, len_bytes, used_bytes, page_len_bytes, key, region: Arc::clone(&region) };
+        let export = self.exports.as_ref().map(|exports| Arc::new(exports.add(&region)));
+        let shared = (export.clone(), Arc::clone(&region));
+        let entry = Entry { start, len_bytes, used_bytes, page_len_bytes, key, export: shared.0, region: shared.1 };
         self.entries.push(entry);
         let dropped = Arc::clone(&self.dropped);
-        Buffer { backing: Backing::Registered(Lease { base, len, key, _region: region, dropped }) }
+        Buffer { backing: Backing::Registered(Lease { base, len, key, export, _region: region, dropped }) }
+    }
+
+    /// Export the regions that follow to other ranks of this machine.
+    pub(super) fn export_to(&mut self, exports: &Arc<RegionExports>) {
+        if self.exports.is_none() {
+            self.exports = Some(Arc::clone(exports));
+        }
+    }
+
+    /// Let no rank read a region any more, whose pages are about to be severed from what they have mapped.
+    pub(super) fn withdraw_export(&self, key: RegionKey) {
+        let exports = self.entries.iter().filter(|entry| entry.key == key).filter_map(|entry| entry.export.as_ref());
+        exports.for_each(|export| export.withdraw());
     }
 
     /// Return the address of these bytes in registered memory; `None` if they are elsewhere, or empty.

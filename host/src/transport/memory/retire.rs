@@ -230,6 +230,7 @@ impl ZeroCopyDriver {
         }
         for (key, chunks) in exposed {
             let Some(region) = self.registry.region(key) else { continue };
+            self.registry.withdraw_export(key);
             let mut region = region.lock().unwrap_or_else(PoisonError::into_inner);
             let pages = pages(chunks, region.page_len_bytes(), region.len_bytes());
             let severed = region.sever(&pages);

@@ -157,6 +157,28 @@ fn calls_take_any_slice_and_report_the_transfer() {
     });
 }
 
+/// Schedules read registered memory of ranks of one machine where it is, whatever is allocated and freed meanwhile.
+#[test]
+fn schedules_reduce_registered_memory_that_comes_and_goes() {
+    job(2, Behaviour::Honest, |comm| {
+        let options = crate::comm::CallOptions { algo: Some(Algo::Ring), ..Default::default() };
+        for round in 0..20_usize {
+            let mut buffer = comm.alloc::<i32>(100_000 + round).expect("memory");
+            for again in 0..4 {
+                let value = (round * 4 + again) as i32;
+                buffer.iter_mut().zip(0..).for_each(|(element, at)| *element = value + at % 7);
+                let outcome = comm.all_reduce_with(&mut buffer, ReduceOp::Sum, &options).expect("a result");
+                assert_eq!(outcome.path, Path::Ring);
+                assert!(buffer.iter().zip(0..).all(|(&found, at)| found == 2 * (value + at % 7)), "{round} {again}");
+            }
+            let mapped = comm.mapped_regions();
+            assert!(mapped <= 2, "{mapped} regions of the other rank are mapped");
+            assert!(mapped > 0 || round == 0, "nothing is mapped");
+        }
+        comm.leave();
+    });
+}
+
 #[test]
 fn started_operations_return_the_same_container() {
     job(2, Behaviour::Honest, |comm| {

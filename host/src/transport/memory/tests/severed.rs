@@ -4,11 +4,13 @@
 
 use super::device::{Behaviour, CHUNK, Wake, attach, start, wake};
 use super::driver::{BorrowedBuffers, all_reduce, post};
+use crate::exec::exports::RegionExports;
 use crate::recovery::{RecoverySource, Unrecoverable, inventory, is_unknown, plan};
 use crate::transport::memory::Buffer;
 use crate::transport::memory::driver::ZeroCopyDriver;
 use crate::transport::memory::retire::Fence;
 use crate::transport::packets::{Event, OpId};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use sumac_hal::ids::{ChunkNo, Rank};
@@ -22,6 +24,8 @@ struct Job {
     name: String,
     drivers: [ZeroCopyDriver; 2],
     buffers: [Buffer<f32>; 2],
+    /// What other ranks may map of rank 0.
+    exports: Arc<RegionExports>,
 }
 
 fn in_flight(behaviour: Wake) -> Job {
@@ -35,6 +39,8 @@ fn in_flight(behaviour: Wake) -> Job {
         });
         ranks.map(|rank| rank.join().expect("attached"))
     });
+    let exports = Arc::default();
+    drivers[0].export_to(&exports);
     let buffers = [0, 1].map(|rank| {
         let mut buffer = drivers[rank].alloc::<f32>(CHUNKS * PER_CHUNK).expect("memory");
         buffer.fill(3.0 + rank as f32);
@@ -43,7 +49,7 @@ fn in_flight(behaviour: Wake) -> Job {
         drivers[rank].pump(&mut buffers);
         buffer
     });
-    Job { name, drivers, buffers }
+    Job { name, drivers, buffers, exports }
 }
 
 impl Job {
@@ -74,6 +80,15 @@ impl Job {
     fn holds(&self, value: f32) -> bool {
         self.buffers[0].iter().all(|&found| found == value)
     }
+}
+
+/// Ranks that have mapped the memory would read what the device still writes to, and not what this rank has.
+#[test]
+fn severed_memory_is_withdrawn_from_other_ranks() {
+    let mut job = in_flight(Wake::LaterAndOn);
+    assert_eq!(job.exports.removals(), 0);
+    job.sever_and_wake();
+    assert_eq!(job.exports.removals(), 1);
 }
 
 /// The copy was made before the device wrote: trusting the answer, a rank would take its own input for the sum.
