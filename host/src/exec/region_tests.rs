@@ -104,6 +104,24 @@ fn each_operation_reads_what_the_memory_holds_then() {
     });
 }
 
+/// Where the kernel refuses `process_vm_readv`, registered memory is still copied once.
+#[test]
+fn mapped_memory_is_read_without_permission_to_read_processes() {
+    let mut meshes = connected_meshes(2);
+    on_ranks(&mut meshes, |mesh| {
+        let (is_root, len) = (mesh.place().rank() == Rank(0), 1 << 20);
+        let mut memory = Memory::new(mesh.exports(), len);
+        for op_index in 0..6_u64 {
+            // Too short for a reference through the kernel, until the memory is mapped.
+            let bytes = &mut memory.bytes()[..if op_index < 3 { REFERENCE_MIN_BYTES / 2 } else { len }];
+            bytes.fill(if is_root { op_index as u8 } else { 0xff });
+            mesh.links[usize::from(is_root)].shared.as_mut().expect("shared memory").memory = None;
+            broadcast(mesh, op_index, bytes).expect("no error");
+            assert!(bytes.iter().all(|byte| *byte == op_index as u8), "{op_index}");
+        }
+    });
+}
+
 /// Many regions are allocated, used and freed: nothing of them stays, and addresses come back for other memory.
 #[test]
 fn freed_regions_are_unmapped_and_their_addresses_reused() {

@@ -28,7 +28,7 @@ pub(super) struct SharedLink {
     /// Wakes the peer.
     bell: Bell,
     /// The peer's memory; `None` if the kernel does not let this process read it.
-    memory: Option<PeerMemory>,
+    pub(super) memory: Option<PeerMemory>,
     /// Registered memory of both ranks, where they map it.
     pub(super) regions: Option<Box<RegionLink>>,
     /// References sent, modulo 2^32.

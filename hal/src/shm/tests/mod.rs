@@ -203,6 +203,32 @@ fn severing_pages_keeps_concurrent_writes_to_adjacent_pages() {
     });
 }
 
+/// What is left of a connection hands memory over without waiting, for reading only.
+#[test]
+fn channel_hands_memory_over_for_reading_and_withdraws_it() {
+    let name = unique_name();
+    let listener = Listener::bind(&name).expect("a free name");
+    let rank = Connection::open(&name, LONG).expect("a listener");
+    let device = listener.accept(LONG).expect("accepted").expect("a connection");
+    let region = Region::create(4096, Pages::Normal).expect("memory");
+    region.write(0, b"handed over");
+    let ((to_device, _), (from_rank, _)) = (rank.into_channel(), device.into_channel());
+    assert!(matches!(from_rank.receive(), Ok(None)));
+    to_device.hand_over(7, region.reader_file().expect("a descriptor").as_fd()).expect("it is open");
+    to_device.withdraw(7).expect("it is open");
+    let received = from_rank.receive().expect("no error").expect("a message");
+    assert_eq!(received.message, Message::Memory { handle: 7 });
+    let file = received.file.expect("memory comes with it");
+    let writable = Region::open(file.try_clone().expect("a descriptor"), u64::MAX);
+    assert!(matches!(writable, Err(MemoryError::System { call: "mmap", errno: Errno::ACCESS, .. })), "{writable:?}");
+    let mut found = [0; 11];
+    assert!(ReadOnly::open(file, u64::MAX).expect("it is sealed").read(0, &mut found) && found == *b"handed over");
+    let received = from_rank.receive().expect("no error").expect("a message");
+    assert_eq!((received.message, received.file.is_none()), (Message::Withdrawn { handle: 7 }, true));
+    drop(to_device);
+    assert!(matches!(from_rank.receive(), Err(SocketError::Closed)));
+}
+
 #[test]
 fn messages_arrive_with_their_descriptors_until_closed() {
     let name = unique_name();
