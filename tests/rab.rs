@@ -12,7 +12,7 @@ use common::{Cluster, over_udp};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Barrier, Mutex};
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use sumac::controller::status;
 use sumac::{Algo, CallOptions, Communicator, Error, JoinConfig, JoinError, Path, ReduceOp};
 use sumac_hal::ids::Rank;
@@ -118,9 +118,33 @@ fn ranks_with_all_rails_take_rab_too() {
     });
 }
 
+/// Ranks of a server meet on its board, and a leader waits for the others with and without a thread: whoever is late,
+/// results are right.
+#[test]
+fn short_operations_are_right_whichever_ranks_are_late() {
+    let cluster = Cluster::spare(1, controller());
+    cluster.run("late", 3 * EACH, with_leaders, |comm| {
+        for call in 0..300 {
+            if call % 10 == 7 && call / 10 % comm.size() == comm.rank() {
+                // Longer than a leader waits before it leaves its block to a thread.
+                thread::park_timeout(Duration::from_millis(3));
+            }
+            let outcome = checked_sum(&comm, BY, [1, 100, 2048, 2049, 20_000][call as usize % 5], call);
+            assert_eq!((outcome.trees, outcome.fallback), (u32::from(is_leader(&comm, EACH)), None));
+        }
+        comm.leave();
+    });
+}
+
 /// The leaders' device dies while operations run. All results are right, and the leaders have recovered.
 #[test]
 fn death_of_the_leaders_device_is_repaired_among_the_leaders() {
+    for count in [8, LARGE] {
+        device_of_leaders_dies(count);
+    }
+}
+
+fn device_of_leaders_dies(count: usize) {
     let mut cluster = rails(2);
     let board = Mutex::new(Some(cluster.boards.remove(0)));
     let calls = AtomicU32::new(0);
@@ -132,7 +156,7 @@ fn death_of_the_leaders_device_is_repaired_among_the_leaders() {
         cluster.run("killed", 2 * EACH, on_rails, |comm| {
             let mut call = 0;
             loop {
-                checked_sum(&comm, BY, LARGE, call);
+                checked_sum(&comm, BY, count, call);
                 call += 1;
                 calls.fetch_max(call, Ordering::Relaxed);
                 // All ranks stop at the same call.
@@ -144,7 +168,7 @@ fn death_of_the_leaders_device_is_repaired_among_the_leaders() {
             }
             assert_eq!(comm.recoveries().count, u32::from(is_leader(&comm, EACH)));
             // Later operations take a host collective of the leaders.
-            let outcome = checked_sum(&comm, BY, LARGE, call);
+            let outcome = checked_sum(&comm, BY, count, call);
             assert_eq!(outcome.trees, 0, "{outcome:?}");
             let why = outcome.fallback.map(|why| why.to_string()).unwrap_or_default();
             assert_eq!(why.starts_with("this rank's rail: "), is_leader(&comm, EACH), "{why}");
@@ -157,28 +181,32 @@ fn death_of_the_leaders_device_is_repaired_among_the_leaders() {
 /// A rank inside a server, and a leader: the survivors of all servers agree on the rank and on the call.
 #[test]
 fn lost_rank_or_leader_is_named_the_same_on_all_ranks() {
-    for (victim, has_tree) in [(2, false), (2, true), (3, false), (3, true)] {
+    let cases = [(2, false), (2, true), (3, false), (3, true)];
+    // The short ones are on the boards of servers by then.
+    for ((victim, has_tree), (calls, count)) in
+        cases.into_iter().flat_map(|case| [(3, LARGE), (100, 8)].map(|of| (case, of)))
+    {
         let (cluster, configure): (_, fn(&mut JoinConfig)) = match has_tree {
             true => (Cluster::spare(1, controller()), with_leaders),
             false => (rails(2), on_rails),
         };
         let all_are_through = Barrier::new(2 * EACH as usize);
         let errors = cluster.run("lost", 2 * EACH, configure, |comm| {
-            for call in 0..3 {
-                checked_sum(&comm, BY, 4096, call);
+            for call in 0..calls {
+                checked_sum(&comm, BY, count.min(4096), call);
             }
             // Host collectives retain no results: a rank that is gone takes those along that others have yet to get.
             all_are_through.wait();
             if comm.rank() == victim {
                 return None;
             }
-            let mut buffer = vec![0_u32; LARGE];
+            let mut buffer = vec![0_u32; count];
             Some(comm.all_reduce_with(&mut buffer, ReduceOp::Sum, &options(BY)).expect_err("a rank is lost"))
         });
         // The two agreements on the leaders' tree come first. What a buffer holds, each rank knows of its own.
         for error in errors.into_iter().flatten() {
             let Error::RanksFailed { ranks, operation, .. } = error else { panic!("{victim}: {error:?}") };
-            assert_eq!((ranks, operation), (vec![Rank(victim)], 2 + 3));
+            assert_eq!((ranks, operation), (vec![Rank(victim)], 2 + u64::from(calls)));
         }
     }
 }
@@ -186,16 +214,23 @@ fn lost_rank_or_leader_is_named_the_same_on_all_ranks() {
 /// The tree that compares all calls tells all ranks the same, whichever ranks differ; it does so at once.
 #[test]
 fn call_by_rab_that_differs_fails_with_the_same_error_on_all_ranks() {
-    for (who, is_of_server) in [(3, false), (2, false), (0, true)] {
+    let cases = [(3, false), (2, false), (0, true)];
+    // The short ones are on the boards of servers by then.
+    for ((who, is_of_server), (calls, count)) in
+        cases.into_iter().flat_map(|case| [(0, 4096), (100, 8)].map(|of| (case, of)))
+    {
         let cluster = Cluster::spare(2, controller());
         let began = Instant::now();
         let errors = cluster.run("differs", 2 * EACH, with_leaders, |comm| {
             let differs = comm.rank() == who || is_of_server && comm.rank() / EACH == who / EACH;
-            let mut buffer = vec![0_u32; if differs { 4097 } else { 4096 }];
+            (0..calls).for_each(|call| _ = checked_sum(&comm, BY, count, call));
+            let mut buffer = vec![0_u32; if differs { count + 1 } else { count }];
             comm.all_reduce_with(&mut buffer, ReduceOp::Sum, &options(BY)).expect_err("sizes differ")
         });
         assert!(errors.iter().all(|error| *error == errors[0]), "{errors:?}");
-        assert!(matches!(&errors[0], Error::Mismatch { first, other } if first.count + other.count == 8193));
+        assert!(
+            matches!(&errors[0], Error::Mismatch { first, other } if first.count + other.count == 2 * count as u64 + 1)
+        );
         assert!(began.elapsed() < LONG, "the deadline of calls is as long");
     }
 }

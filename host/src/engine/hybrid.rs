@@ -164,12 +164,13 @@ impl Core {
     /// Return the parts of an operation inside servers: those of the last one, if it was alike.
     fn inside(&mut self, path: Path, desc: &OpDesc) -> Result<Arc<Inside>, Error> {
         let count = usize::try_from(desc.count).map_err(|_| Error::Argument(format!("{} elements", desc.count)))?;
-        if let Some(inside) = self.inside.as_ref().filter(|inside| inside.is_of(path, count)) {
-            return Ok(Arc::clone(inside));
-        }
         let place = self.data.place;
         let shape = self.data.selection.context().shape_of(place.ranks());
         let [_, each] = servers(shape, place.ranks()).ok_or_else(|| no_rail(path))?;
+        let count = (count, Inside::is_short(desc, each));
+        if let Some(inside) = self.inside.as_ref().filter(|inside| inside.is_of(path, count)) {
+            return Ok(Arc::clone(inside));
+        }
         let inside = Arc::new(Inside::new(path, place, count, each));
         self.inside = Some(Arc::clone(&inside));
         Ok(inside)

@@ -1,9 +1,14 @@
-//! The board of the ranks of one machine: short collectives in one step, where each rank posts once for all others
+//! Boards of the ranks of one machine: short collectives in one step, where each rank posts once for all others
 //! ([`sumac_hal::shm::Board`]).
 //!
 //! Where all ranks are on one machine, rank 0 creates a board and hands it to the others over their Unix sockets
 //! ([`super::sharing`]). A rank that has it says so in its frames. An operation in which every rank hears of every
 //! other settles it for all alike: if all frames of one said so, the operations after it use the board.
+//!
+//! Where operations have parts inside servers ([`ServerStep`]), the first rank of each server, its leader, creates
+//! another board, of that server's ranks. Parts in which all of them hear of each other settle it as above. Others go
+//! by the leader: it counts who has the board where it receives from all, and says in its next broadcast whether all
+//! have it.
 //!
 //! On the board, a rank posts what the schedule's only step sends, once for all, and reads what it receives. The
 //! operation is checked as in frames: a post that belongs to another one is a mismatch, and its description says to
@@ -13,8 +18,12 @@
 //! a rank, and the doorbells of those that sleep.
 //!
 //! Invariants:
-//! - All ranks use the board for the same operations: what decides is their calls, and frames that all have received.
+//! - All ranks of a board use it for the same operations: what decides is their calls, and frames that all of them have
+//!   received.
 //! - Each of these operations is one round of the board, for ranks that post nothing too.
+//! - All ranks of a board are connected in shared memory with each other, which wakes those that sleep.
+
+mod state;
 
 use super::auth::{Purpose, shared_key, shared_name};
 use super::error::{Call, ExecError};
@@ -22,49 +31,16 @@ use super::frame::{FrameKind, HEADER_BYTES, Header};
 use super::link::State;
 use super::mesh::Mesh;
 use super::run::{Failure, HasPeer, Run, open};
+use crate::schedule::server_step::ServerStep;
 use crate::schedule::{Place, Recv, Region, Send, Span};
+use state::BoardState;
+pub(super) use state::{BoardScope, Boards, Posted};
+use std::ops::Range;
+use std::os::fd::OwnedFd;
 use std::time::Duration;
 use sumac_hal::ids::{ChildIndex, GroupId, Rank};
 use sumac_hal::op::{Collective, OpDesc, Path};
 use sumac_hal::shm::{Board, Connection, Message, SocketError};
-
-/// What a mesh knows of its board.
-#[derive(Debug, Default)]
-pub(super) struct BoardState {
-    /// The board, once rank 0 has handed it over.
-    pub(super) board: Option<Board>,
-    /// Rank 0 has tried to create it.
-    is_tried: bool,
-    /// All ranks have it, and know that.
-    is_agreed: bool,
-    /// This rank's calls on the board.
-    history: History,
-}
-
-/// The calls of a rank on the board.
-#[derive(Debug, Default)]
-struct History {
-    /// A hash of all of them: FNV-1a, word by word.
-    hash: u64,
-    /// How many there were.
-    rounds: u64,
-    /// The last ones, each at its round modulo their number.
-    recent: [Option<Call>; Board::ROUNDS_AHEAD as usize],
-}
-
-impl History {
-    fn push(&mut self, call: &Call, op_index: u64) {
-        self.hash = (self.hash ^ u64::from(call.signature) ^ op_index << 32).wrapping_mul(FNV_PRIME);
-        self.recent[(self.rounds % Board::ROUNDS_AHEAD) as usize] = Some(Call { op_index, ..*call });
-        self.rounds += 1;
-    }
-
-    /// Return the call so many before the last one.
-    fn recent(&self, before: u64) -> Option<Call> {
-        let index = self.rounds.checked_sub(before + 1)?;
-        self.recent[(index % Board::ROUNDS_AHEAD) as usize]
-    }
-}
 
 /// What an operation does with the board.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -78,72 +54,74 @@ pub(super) enum BoardUse {
     Runs,
 }
 
-impl BoardState {
-    /// Return the board, and the tag of all of this rank's calls so far.
-    pub(super) fn with_tag(&mut self) -> Option<(&mut Board, u64)> {
-        Some((self.board.as_mut()?, self.history.hash))
-    }
-
-    /// Count a call of this index: what is posted and read from here on is of it.
-    #[inline]
-    pub(super) fn push(&mut self, call: &Call, op_index: u64) {
-        self.history.push(call, op_index);
-    }
-}
-
 impl Mesh {
-    /// Return whether short operations use the board.
+    /// Return whether short operations use the board of all ranks.
     pub const fn uses_board(&self) -> bool {
-        self.board.is_agreed
+        self.boards.all.is_agreed
     }
 
-    /// Take the board that rank 0 has handed over.
-    pub(super) fn take_board(&mut self, board: Board) {
-        self.board.board.get_or_insert(board);
+    /// Return whether short parts of operations inside servers use the board of this rank's server.
+    pub const fn uses_server_board(&self) -> bool {
+        self.boards.server.is_agreed
     }
 
-    /// Return the headers of what other ranks have posted in the round that comes next here.
+    /// Take the board of these ranks that the first of them has handed over.
+    pub(super) fn take_board(&mut self, ranks: Range<u32>, board: Board) {
+        let state = if ranks == self.boards.all.ranks { &mut self.boards.all } else { &mut self.boards.server };
+        if state.is_of(ranks) {
+            state.board.get_or_insert(board);
+        }
+    }
+
+    /// Return the headers of what other ranks have posted in the rounds that come next here.
     pub(super) fn posted_calls(&self) -> impl Iterator<Item = Header> {
-        let board = self.board.board.as_ref().filter(|_| self.board.is_agreed);
-        let others = (0..self.place.ranks()).map(Rank).filter(|peer| *peer != self.rank());
-        board.into_iter().flat_map(move |board| {
-            let posts = others.clone().filter_map(|peer| Some((peer, board.description_of(peer.0, 0)?)));
-            posts.filter_map(|(peer, description)| Header::parse(peer, &description).ok())
-        })
+        self.boards.all.headers(self.rank()).chain(self.boards.server.headers(self.rank()))
     }
 
-    /// Create the board and hand it to all others, as rank 0; once.
-    fn create_board(&mut self) {
-        if self.rank() != Rank(0) || std::mem::replace(&mut self.board.is_tried, true) {
+    /// Create a board and hand it to its other ranks, as the first of them; once.
+    fn create_board(&mut self, scope: BoardScope) {
+        let own = self.rank();
+        let state = self.boards.get_mut(scope);
+        if own.0 != state.ranks.start || std::mem::replace(&mut state.is_tried, true) {
             return;
         }
-        match self.try_create_board() {
-            Ok(board) => self.board.board = Some(board),
-            Err(why) => crate::log::info!(%why, "no board for short collectives of this machine's ranks"),
+        let ranks = state.ranks.clone();
+        match self.try_create_board(ranks) {
+            Ok(board) => self.boards.get_mut(scope).board = Some(board),
+            Err(why) => crate::log::info!(%why, ?scope, "no board for short collectives of this machine's ranks"),
         }
     }
 
-    fn try_create_board(&self) -> Result<Board, String> {
-        let board = Board::create(self.place.ranks()).map_err(|error| error.to_string())?;
-        for peer in (1..self.place.ranks()).map(Rank) {
+    fn try_create_board(&self, ranks: Range<u32>) -> Result<Board, String> {
+        let (own, members) = (self.rank(), ranks.end - ranks.start);
+        let board = Board::create(members).map_err(|error| error.to_string())?;
+        for peer in ranks.skip(1).map(Rank) {
             let hand_over = || -> Result<(), SocketError> {
                 let name = shared_name(&self.secret, peer, self.addresses[peer.0 as usize]);
                 let connection = Connection::open(&name, HAND_OVER_LIMIT)?;
-                let key = shared_key(&self.secret, Purpose::Board, Rank(0), peer);
+                let key = shared_key(&self.secret, Purpose::Board, own, peer);
                 let child = ChildIndex(Purpose::Board.to_wire());
-                connection.send(&Message::Attach { group: GroupId(0), child, key }, None)?;
-                connection.send(&Message::Memory { handle: 0 }, Some(board.file()))
+                connection.send(&Message::Attach { group: GroupId(own.0), child, key }, None)?;
+                connection.send(&Message::Memory { handle: members.into() }, Some(board.file()))
             };
             hand_over().map_err(|error| format!("{peer}: {error}"))?;
         }
         Ok(board)
     }
 
-    /// Return whether all connections are in shared memory, in both directions.
-    fn is_all_shared(&self) -> bool {
-        let others = || self.links.iter().enumerate().filter(|(index, _)| *index != self.rank().0 as usize);
-        others().all(|(_, link)| link.tx.is_shared && link.rx.is_shared)
+    /// Return whether all connections to the other ones of these ranks are in shared memory, in both directions.
+    fn is_all_shared(&self, ranks: Range<u32>) -> bool {
+        let mut others = ranks.filter(|rank| *rank != self.rank().0).map(|rank| &self.links[rank as usize]);
+        others.all(|link| link.tx.is_shared && link.rx.is_shared)
     }
+}
+
+/// Open the board of so many ranks that `first` has handed to the rank at this place. Returns its ranks, too.
+pub(super) fn open_board((memory, members): (OwnedFd, u64), first: Rank, place: Place) -> Option<(Range<u32>, Board)> {
+    let members = u32::try_from(members).ok().filter(|members| (2..=Board::MEMBERS_MAX).contains(members))?;
+    let end = first.0.checked_add(members).filter(|end| *end <= place.ranks())?;
+    let own = place.rank().0.checked_sub(first.0).filter(|own| *own < members)?;
+    Some((first.0..end, Board::open(memory, members, own).ok()?))
 }
 
 /// Return whether an operation by an algorithm runs on the board of a machine's ranks, so many: its schedule has one
@@ -162,34 +140,81 @@ const fn is_from_all(collective: Collective, path: Path) -> bool {
 
 impl Run<'_> {
     /// Decide what the operation does with the board.
-    pub(super) fn begin_on_board(&mut self) {
-        let mesh = &mut *self.mesh;
+    pub(super) fn begin_on_board(&mut self) -> Result<(), ExecError> {
         if self.attempted.is_some() {
             self.board_use = BoardUse::Runs;
-            return;
+            return Ok(());
         }
         self.board_use = BoardUse::None;
-        if mesh.board.is_agreed {
-            if is_for_board(&self.call.desc(), self.call.path, mesh.place.ranks()) {
-                self.board_use = BoardUse::Runs;
-                mesh.board.history.push(&self.call, self.call.op_index);
+        let (own, step) = (self.mesh.rank(), self.schedule.server_step());
+        if let Some(step) = step {
+            let leader = step.leader_of(own).0;
+            // A server that is not whole has no such steps.
+            let ranks = leader..leader.saturating_add(step.each).min(self.mesh.place.ranks());
+            if !self.mesh.boards.server.is_of(ranks) {
+                return Ok(());
             }
-            return;
         }
-        if !is_from_all(self.call.collective, self.call.path)
-            || mesh.sharing.is_err()
-            || mesh.place.ranks() > Board::MEMBERS_MAX
-        {
-            return;
+        let (scope, path) = step.map_or((BoardScope::All, self.call.path), |_| (BoardScope::Server, Path::OneShot));
+        self.scope = scope;
+        let state = self.mesh.boards.get_mut(scope);
+        if state.is_agreed {
+            if is_for_board(&self.call.desc(), path, state.len()) {
+                self.board_use = BoardUse::Runs;
+                state.history.push(&self.call, self.call.op_index);
+            }
+            return Ok(());
         }
-        let is_all_shared = mesh.is_all_shared();
+        let (ranks, is_complete) = (state.ranks.clone(), state.is_complete);
+        let settles = step.is_some() || is_from_all(self.call.collective, self.call.path);
+        if !settles || self.mesh.sharing.is_err() || state.len() > Board::MEMBERS_MAX {
+            return Ok(());
+        }
+        if step.is_some() {
+            self.connect_server(ranks.clone())?;
+        }
+        let mesh = &mut *self.mesh;
+        let is_all_shared = mesh.is_all_shared(ranks);
         if is_all_shared {
-            mesh.create_board();
+            mesh.create_board(scope);
         }
-        let has_board = is_all_shared && mesh.board.board.is_some();
-        mesh.links.iter_mut().for_each(|link| link.tx.has_board = has_board);
+        let has_board = is_all_shared && mesh.boards.get(scope).board.is_some();
+        let is_broadcast = step.is_some_and(|step| step.collective == Collective::Broadcast);
+        let says_yes = has_board && (is_complete || !is_broadcast);
+        mesh.links.iter_mut().for_each(|link| link.tx.has_board = says_yes);
         if has_board {
             self.board_use = BoardUse::Agreeing { yes: 0 };
+        }
+        Ok(())
+    }
+
+    /// Connect with the other ranks of the server, and switch to shared memory where that is due: steps from and to the
+    /// leader send nothing between the others.
+    fn connect_server(&mut self, ranks: Range<u32>) -> Result<(), ExecError> {
+        let above = self.mesh.rank().0 + 1;
+        (above..ranks.end).try_for_each(|peer| self.dial_idle(Rank(peer)))?;
+        for link in &mut self.mesh.links[ranks.start as usize..ranks.end as usize] {
+            if matches!(link.state, State::Ready(_)) {
+                // Whoever needs a connection finds that it has ended.
+                let _ = link.flush_bare();
+            }
+        }
+        Ok(())
+    }
+
+    /// Return what the operation is among the ranks of its board.
+    fn collective_on_board(&self) -> Collective {
+        self.schedule.server_step().map_or(self.call.collective, |step| step.collective)
+    }
+
+    /// Return where in each post the elements for this rank begin, in elements.
+    fn start_in_post(&self) -> usize {
+        match self.schedule.server_step() {
+            Some(ServerStep { collective: Collective::ReduceScatter, each }) => {
+                Span::of_block(self.call.count as usize, each, self.call.rank.0 % each).start
+            }
+            Some(_) => 0,
+            None => start_in_post(&self.call.desc(), self.mesh.place),
         }
     }
 
@@ -204,8 +229,14 @@ impl Run<'_> {
 
     /// Note that the operation is complete.
     pub(super) fn end_on_board(&mut self) {
-        if let BoardUse::Agreeing { yes } = self.board_use {
-            self.mesh.board.is_agreed = yes == self.mesh.place.ranks() - 1;
+        let BoardUse::Agreeing { yes } = self.board_use else { return };
+        let step = self.schedule.server_step();
+        let state = self.mesh.boards.get_mut(self.scope);
+        let (is_leader, all_have) = (self.call.rank.0 == state.ranks.start, yes == state.len() - 1);
+        match step.map(|step| step.collective) {
+            Some(Collective::Reduce) => state.is_complete = is_leader && all_have,
+            Some(Collective::Broadcast) => state.is_agreed = if is_leader { state.is_complete } else { yes == 1 },
+            _ => state.is_agreed = all_have,
         }
     }
 
@@ -221,9 +252,9 @@ impl Run<'_> {
         }
         let is_over = self.step.step().has_messages() && self.is_step_done();
         if is_over {
-            self.mesh.finish_round(self.step.recvs.len());
+            self.mesh.finish_round(self.scope, self.step.recvs.len());
         } else if posted {
-            self.mesh.ring_all();
+            self.mesh.ring_all(self.scope);
         }
         Ok(moved)
     }
@@ -241,8 +272,9 @@ impl Run<'_> {
         if open(&self.step.sends, &self.mesh.sends).next().is_none() {
             return false;
         }
-        let bytes = self.memory.outgoing(region_to_post(self.call.collective, &self.step.sends));
-        let posted = self.mesh.post_for_all(&post_header(self.call, self.number, bytes.len()), bytes);
+        let bytes = self.memory.outgoing(region_to_post(self.collective_on_board(), &self.step.sends));
+        let header = post_header(self.call, self.number, bytes.len());
+        let posted = self.mesh.post_for_all(self.scope, &header, bytes);
         if posted {
             self.note_posted();
         }
@@ -266,25 +298,26 @@ impl Run<'_> {
     /// Read what the sender of a transfer has posted, if it has; returns whether it has.
     fn read_post(&mut self, slot: usize) -> Result<bool, Failure> {
         let recv = self.step.recvs[slot];
-        let Some((board, own_tag)) = self.mesh.board.with_tag() else { return Ok(false) };
-        match board.tag_of(recv.peer.0) {
-            None => return Ok(false),
-            Some(tag) if tag == own_tag => {}
-            Some(_) => return Err(self.other_post(recv.peer).into()),
+        match self.mesh.boards.get(self.scope).posted(recv.peer) {
+            Posted::Nothing => return Ok(false),
+            Posted::Same => {}
+            Posted::Other => return Err(self.other_post(recv.peer).into()),
         }
-        let start = start_in_post(&self.call.desc(), self.mesh.place) * self.memory.bytes_each(recv.sent_from);
-        self.mesh.read_post(&recv, start, &mut self.memory);
+        let start = self.start_in_post() * self.memory.bytes_each(recv.sent_from);
+        self.mesh.read_post(self.scope, &recv, start, &mut self.memory);
         self.mesh.recvs[slot].done = true;
         Ok(true)
     }
 
     /// Return the error for a post of other calls: names the first that differs, while both ranks know it.
     fn other_post(&self, peer: Rank) -> ExecError {
-        let BoardState { board: Some(board), history, .. } = &self.mesh.board else {
+        let state = self.mesh.boards.get(self.scope);
+        let BoardState { board: Some(board), history, .. } = state else {
             return ExecError::protocol(peer, "a post without a board");
         };
         for before in (0..Board::ROUNDS_AHEAD).rev() {
-            let Some((ours, theirs)) = history.recent(before).zip(board.description_of(peer.0, before)) else {
+            let posted = board.description_of(state.member(peer), before);
+            let Some((ours, theirs)) = history.recent(before).zip(posted) else {
                 continue;
             };
             match Header::parse(peer, &theirs) {
@@ -299,8 +332,7 @@ impl Run<'_> {
 
     /// Return whether a rank has posted in this operation: it may already be in a later one, or have left.
     pub(super) fn has_posted(&self, peer: Rank) -> bool {
-        self.board_use == BoardUse::Runs
-            && self.mesh.board.board.as_ref().is_some_and(|board| board.tag_of(peer.0).is_some())
+        self.board_use == BoardUse::Runs && self.mesh.boards.get(self.scope).tag_of(peer).is_some()
     }
 
     /// Return whether something can be posted or read.
@@ -310,7 +342,7 @@ impl Run<'_> {
         }
         let is_readable = open(&self.step.recvs, &self.mesh.recvs).any(|recv| self.has_posted(recv.peer));
         let sends = open(&self.step.sends, &self.mesh.sends).next().is_some();
-        is_readable || sends && self.mesh.board.board.as_mut().is_some_and(|board| board.can_post())
+        is_readable || sends && self.mesh.boards.get_mut(self.scope).board.as_mut().is_some_and(Board::can_post)
     }
 }
 
@@ -341,9 +373,6 @@ pub(super) fn start_in_post(desc: &OpDesc, place: Place) -> usize {
 const fn is_same(ours: &Call, theirs: &Call) -> bool {
     ours.op_index == theirs.op_index && ours.signature == theirs.signature
 }
-
-/// Of FNV-1a for 64 bits (Fowler, Noll and Vo, "The FNV non-cryptographic hash algorithm", IETF draft).
-const FNV_PRIME: u64 = 0x100_0000_01b3;
 
 /// How long the kernel may take for handing the board to a rank; none of its calls waits for that rank.
 const HAND_OVER_LIMIT: Duration = Duration::from_millis(100);

@@ -71,7 +71,7 @@ fn on_board(ranks: u32) -> (Vec<Mesh>, u64) {
             return (meshes, op_index + 1);
         }
     }
-    panic!("no board: {:?}", meshes.iter().map(|mesh| &mesh.board).collect::<Vec<_>>());
+    panic!("no board: {:?}", meshes.iter().map(|mesh| &mesh.boards).collect::<Vec<_>>());
 }
 
 #[test]
@@ -245,7 +245,7 @@ fn garbage_on_the_board_ends_the_operation_with_a_named_rank() {
     for description in [[0xff; 64], [0; 64]] {
         let (mut meshes, first) = on_board(2);
         let (mut mesh, mut hostile) = (meshes.remove(0), meshes.remove(0));
-        assert!(hostile.board.board.as_mut().expect("it is agreed").post(7, &description, &[1; 99]));
+        assert!(hostile.boards.all.board.as_mut().expect("it is agreed").post(7, &description, &[1; 99]));
         let result = sum(&mut mesh, first, 3);
         assert!(matches!(&result, Err(ExecError::Protocol { rank: Rank(1), .. })), "{result:?}");
     }
@@ -351,18 +351,22 @@ fn board_of_a_stranger_or_of_another_rank_is_refused() {
     let name = shared_name(&secret(), Rank(2), meshes[2].addresses[2]);
     let key = |purpose, from| shared_key(&secret(), purpose, Rank(from), Rank(2));
     let offers = [
-        (key(Purpose::Board, 0) ^ 1, 0, 3),
-        (key(Purpose::Peer, 0), 0, 3),
-        (key(Purpose::Board, 1), 1, 3),
-        (key(Purpose::Board, 0), 0, 4),
+        (key(Purpose::Board, 0) ^ 1, 0, 3, 3),
+        (key(Purpose::Peer, 0), 0, 3, 3),
+        // Of ranks that do not exist, of another number than it says, without this rank, or of none.
+        (key(Purpose::Board, 1), 1, 3, 3),
+        (key(Purpose::Board, 0), 0, 4, 3),
+        (key(Purpose::Board, 0), 0, 2, 2),
+        (key(Purpose::Board, 0), 0, 3, 0),
+        (key(Purpose::Board, 0), 0, 3, 3 << 32 | 3),
     ];
     let connections: Vec<_> = offers
         .into_iter()
-        .map(|(key, from, members)| {
+        .map(|(key, from, members, handle)| {
             let connection = Connection::open(&name, Duration::from_secs(60)).expect("rank 2 listens");
             let (board, child) = (Board::create(members).expect("memory"), ChildIndex(Purpose::Board.to_wire()));
             let _ = connection.send(&Message::Attach { group: GroupId(from), child, key }, None);
-            let _ = connection.send(&Message::Memory { handle: 0 }, Some(board.file()));
+            let _ = connection.send(&Message::Memory { handle }, Some(board.file()));
             connection
         })
         .collect();
@@ -373,7 +377,8 @@ fn board_of_a_stranger_or_of_another_rank_is_refused() {
             execute(mesh, &schedule, kernel.as_ref(), &mut [0; 12][..], &ctx, &mut NoInterrupt).expect("no error");
         });
     }
-    assert!(meshes[2].board.board.is_none(), "none of these is rank 0's");
+    assert!(meshes[2].boards.all.board.is_none(), "none of these is rank 0's");
+    assert!(meshes[2].boards.server.board.is_none(), "nor that of a server");
     assert_eq!(meshes[2].foreign_dropped(), offers.len() as u64);
     drop(connections);
 }

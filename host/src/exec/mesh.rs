@@ -9,7 +9,7 @@ use super::auth::{
     ANSWER_BYTES, AnswerError, Dialler, HELLO_BYTES, Hello, PROOF_BYTES, Purpose, RefusalCount, VERDICT_BYTES,
     check_head, one_shot,
 };
-use super::board::BoardState;
+use super::board::Boards;
 use super::error::{Call, ExecError, MeshError};
 use super::exports::RegionExports;
 use super::handshake::Pending;
@@ -61,8 +61,8 @@ pub struct Mesh {
     pub(super) exports: Arc<RegionExports>,
     /// [`RegionExports::removals`] when freed memory was last withdrawn.
     removals_seen: u32,
-    /// The board of short collectives.
-    pub(super) board: BoardState,
+    /// The boards of short collectives.
+    pub(super) boards: Boards,
     /// The number of ranks on this machine, with this one.
     ranks_here: usize,
     /// How this rank waits.
@@ -132,7 +132,7 @@ impl Mesh {
             sharing,
             exports: Arc::default(),
             removals_seen: 0,
-            board: BoardState::default(),
+            boards: Boards::new(place),
             waiting: WaitPolicy::default().for_threads(ranks_here),
             core: CoreWatch::default(),
             ranks_here,

@@ -52,6 +52,8 @@ mod message_tests;
 #[cfg(test)]
 mod region_tests;
 #[cfg(test)]
+mod server_board_tests;
+#[cfg(test)]
 mod shared_tests;
 #[cfg(test)]
 pub(crate) mod tests;

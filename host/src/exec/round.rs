@@ -7,7 +7,7 @@
 //! Invariant: an attempt that is not complete has written nothing to the caller's memory.
 
 use super::Buffers;
-use super::board::{is_for_board, post_header, region_to_post, start_in_post};
+use super::board::{BoardScope, Posted, is_for_board, post_header, region_to_post, start_in_post};
 use super::error::{Call, ExecError};
 use super::frame::{HEADER_BYTES, Header};
 use super::memory::Memory;
@@ -177,7 +177,7 @@ impl Mesh {
     /// ([`Context::number`](super::Context::number)). Such attempts are possible ([`Mesh::can_attempt`]), and the
     /// buffers have its lengths ([`Round::fits`]).
     pub(crate) fn attempt(&mut self, round: &Round, (op_index, number): (u64, u32), buffers: Buffers<'_>) -> Attempt {
-        self.board.push(&round.call, op_index);
+        self.boards.all.push(&round.call, op_index);
         let mut header = round.header;
         Header::set_numbers(&mut header, op_index, number);
         if let Some(reads) = &round.reads {
@@ -192,13 +192,13 @@ impl Mesh {
     fn attempt_in(&mut self, round: &Round, header: &[u8; HEADER_BYTES], memory: &mut Memory<'_>) -> Attempt {
         let has_posted = round.posts.as_ref().is_none_or(|(store, range)| {
             let bytes = memory.bytes(*store, range.clone());
-            self.post_for_all(header, bytes)
+            self.post_for_all(BoardScope::All, header, bytes)
         });
         if !has_posted || !self.await_posts(&round.recvs) {
             return Attempt::Begun { has_posted };
         }
-        round.recvs.iter().for_each(|recv| self.read_post(recv, round.start_bytes, memory));
-        self.finish_round(round.recvs.len());
+        round.recvs.iter().for_each(|recv| self.read_post(BoardScope::All, recv, round.start_bytes, memory));
+        self.finish_round(BoardScope::All, round.recvs.len());
         round.locals.iter().for_each(|local| memory.run_local(local, &mut self.scratch, &mut self.spare));
         self.sent_bytes += round.sent_bytes;
         Attempt::Complete
@@ -215,23 +215,22 @@ impl Mesh {
         let (input, user) = buffers.into_slices();
         let has_posted = round.posts.as_ref().is_none_or(|(store, range)| {
             let from = if *store == Store::Input { input } else { &*user };
-            self.post_for_all(header, &from[range.clone()])
+            self.post_for_all(BoardScope::All, header, &from[range.clone()])
         });
         if !has_posted || !self.await_posts(&round.recvs) {
             return Attempt::Begun { has_posted };
         }
-        let Some(board) = &self.board.board else { return Attempt::Begun { has_posted } };
         for (recv, place) in round.recvs.iter().zip(reads) {
-            board.read(recv.peer.0, round.start_bytes, &mut user[place.clone()]);
+            self.boards.all.read(recv.peer, round.start_bytes, &mut user[place.clone()]);
         }
-        self.finish_round(reads.len());
+        self.finish_round(BoardScope::All, reads.len());
         self.sent_bytes += round.sent_bytes;
         Attempt::Complete
     }
 
-    /// Post what a call sends to all. Returns whether there was room.
-    pub(super) fn post_for_all(&mut self, header: &[u8; HEADER_BYTES], bytes: &[u8]) -> bool {
-        self.board.with_tag().is_some_and(|(board, tag)| board.post(tag, header, bytes))
+    /// Post what a call sends to all ranks of a board. Returns whether there was room.
+    pub(super) fn post_for_all(&mut self, scope: BoardScope, header: &[u8; HEADER_BYTES], bytes: &[u8]) -> bool {
+        self.boards.get_mut(scope).with_tag().is_some_and(|(board, tag)| board.post(tag, header, bytes))
     }
 
     /// Wait for posts of the present round until it is time to look at the sockets. Returns whether all are there.
@@ -239,13 +238,12 @@ impl Mesh {
         let mut missing = recvs;
         let mut backoff = None;
         loop {
-            let Some((board, tag)) = self.board.with_tag() else { return false };
             while let Some((recv, rest)) = missing.split_first() {
-                match board.tag_of(recv.peer.0) {
-                    Some(found) if found == tag => missing = rest,
-                    // Of other calls: the operation tells which.
-                    Some(_) => return false,
-                    None => break,
+                match self.boards.all.posted(recv.peer) {
+                    Posted::Same => missing = rest,
+                    // The operation tells which.
+                    Posted::Other => return false,
+                    Posted::Nothing => break,
                 }
             }
             if missing.is_empty() {
@@ -253,7 +251,7 @@ impl Mesh {
             }
             let next = backoff.get_or_insert_with(|| {
                 // The rank that is late may sleep, and wait for what this one has posted.
-                self.ring_all();
+                self.ring_all(BoardScope::All);
                 PollBackoff::new(self.waiting)
             });
             match next.after(false) {
@@ -265,26 +263,26 @@ impl Mesh {
     }
 
     /// Read what the sender of a transfer has posted in the present round.
-    pub(super) fn read_post(&mut self, recv: &Recv, start_bytes: usize, memory: &mut Memory<'_>) {
-        let Some(board) = &self.board.board else { return };
+    pub(super) fn read_post(&mut self, scope: BoardScope, recv: &Recv, start_bytes: usize, memory: &mut Memory<'_>) {
+        let board = self.boards.get(scope);
         if let Some(place) = memory.direct(recv) {
-            board.read(recv.peer.0, start_bytes, place);
+            board.read(recv.peer, start_bytes, place);
             return;
         }
         let bytes = &mut self.scratch[..memory.len_bytes(recv)];
-        board.read(recv.peer.0, start_bytes, bytes);
+        board.read(recv.peer, start_bytes, bytes);
         memory.land(recv.sent_from, &recv.landing, 0, bytes, &mut self.spare);
     }
 
     /// Everything of the present round is read, of so many ranks: end it, and wake those that sleep.
-    pub(super) fn finish_round(&mut self, read: usize) {
-        let all_posted = read as u32 == self.place.ranks() - 1;
-        self.board.board.iter_mut().for_each(|board| board.finish_round(all_posted));
-        self.ring_all();
+    pub(super) fn finish_round(&mut self, scope: BoardScope, read: usize) {
+        self.boards.get_mut(scope).finish_round(read);
+        self.ring_all(scope);
     }
 
-    /// Wake ranks that sleep, after something was published on the board: all connections are shared.
-    pub(super) fn ring_all(&self) {
-        self.links.iter().filter_map(|link| link.shared.as_deref()).for_each(SharedLink::ring);
+    /// Wake the ranks of a board that sleep, after something was published there: all their connections are shared.
+    pub(super) fn ring_all(&self, scope: BoardScope) {
+        let links = self.boards.get(scope).links(&self.links);
+        links.iter().filter_map(|link| link.shared.as_deref()).for_each(SharedLink::ring);
     }
 }

@@ -11,7 +11,7 @@ mod interrupt;
 mod peers;
 
 use super::announce::RetryTimer;
-use super::board::BoardUse;
+use super::board::{BoardScope, BoardUse};
 use super::error::{Call, ExecError};
 use super::frame::FrameKind;
 use super::link::{COPY_MAX_BYTES, IoOutcome, State};
@@ -156,6 +156,8 @@ pub(super) struct Run<'a> {
     polls: PollBackoff,
     /// What it does with the board.
     pub(super) board_use: BoardUse,
+    /// Whose board that is.
+    pub(super) scope: BoardScope,
     /// An attempt has begun it ([`super::round`]), and posted what the first step sends or not.
     pub(super) attempted: Option<bool>,
     /// The current step, the only one in memory: in the mesh's room, which an [`Execution`] gives back.
@@ -213,6 +215,7 @@ impl<'a> Run<'a> {
             deadline,
             is_begun,
             board_use,
+            scope: BoardScope::default(),
             attempted: None,
             polls,
             index,
@@ -275,7 +278,7 @@ impl<'a> Run<'a> {
     fn begin(&mut self) -> Result<(), Failure> {
         self.mesh.links.iter_mut().for_each(|link| link.begin_operation(self.number));
         self.mesh.withdraw_freed();
-        self.begin_on_board();
+        self.begin_on_board()?;
         self.dial_peers()?;
         for peer in 0..self.mesh.links.len() {
             // Frames of a peer that was ahead belong to this operation now, or are an error.

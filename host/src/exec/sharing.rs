@@ -19,6 +19,7 @@
 //! - A stranger holds at most [`ARRIVALS_MAX`] connections, each for [`ARRIVAL_LIMIT`]; nothing waits for it.
 
 use super::auth::{Purpose, shared_key, shared_name};
+use super::board::open_board;
 use super::error::Call;
 use super::exports::RegionExports;
 use super::frame::{FrameKind, Header};
@@ -28,6 +29,7 @@ use super::shared::{SharedLink, Switch};
 use crate::schedule::Place;
 use crate::secret::JobSecret;
 use std::net::SocketAddr;
+use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -79,8 +81,8 @@ enum Step {
     Incomplete,
     /// It has handed over everything.
     Arrived(Rank, Purpose, Duplex, Bell),
-    /// It has handed over the board.
-    Board(Board),
+    /// It has handed over the board of these ranks.
+    Board(Range<u32>, Board),
     /// It is not a rank's, or has failed.
     Dropped(&'static str),
 }
@@ -223,9 +225,9 @@ impl Mesh {
                 drop(sharing.arrivals.remove(index));
                 self.refusals.note(self.place.rank(), why);
             }
-            Step::Board(board) => {
+            Step::Board(ranks, board) => {
                 drop(sharing.arrivals.remove(index));
-                self.take_board(board);
+                self.take_board(ranks, board);
             }
             Step::Arrived(peer, purpose, duplex, bell) => {
                 let connection = sharing.arrivals.remove(index).connection;
@@ -355,10 +357,10 @@ fn advance(arrival: &mut Arrival, (secret, place): (&JobSecret, Place)) -> Step 
                 }
                 arrival.place = Some((purpose, peer));
             }
-            (Message::Memory { .. }, Some(memory), Some((Purpose::Board, peer)), None) => {
-                return match Board::open(memory, place.ranks(), place.rank().0) {
-                    Ok(board) if peer == Rank(0) => Step::Board(board),
-                    _ => Step::Dropped("their board is not usable"),
+            (Message::Memory { handle: members }, Some(memory), Some((Purpose::Board, first)), None) => {
+                return match open_board((memory, members), first, place) {
+                    Some((ranks, board)) => Step::Board(ranks, board),
+                    None => Step::Dropped("their board is not usable"),
                 };
             }
             (Message::Memory { .. }, Some(memory), Some(_), None) => arrival.memory = Some(memory),

@@ -84,6 +84,7 @@
 //! | [`hierarchical_pairwise::all_to_all`], [`all_to_all_v`](hierarchical_pairwise::relayed::all_to_all_v) | 1 + G-1, one of m-1 messages | n ((m-1)/m + (G-1)/G) | 0 | as the path |
 //! | [`hybrid::reduce_scatter_inside`], [`hybrid::all_gather_inside`], servers of m ranks: parts around a tree | m-1 | n(m-1)/m | n(m-1)/m; 0 | n(m-1)/m |
 //! | [`rab::reduce_inside`], [`rab::broadcast_inside`], servers of m ranks: parts around a tree | as [`binomial`], [`chain`] or [`double_tree`] of m ranks | | | |
+//! | [`server_step`], the same parts for short messages | 1, of up to m-1 messages | as [`one_shot`] of m ranks | | |
 //!
 //! The last ones use the [`Shape`] of the ranks; Swing does where it is a torus of powers of two.
 //!
@@ -127,6 +128,7 @@ pub mod recursive_doubling;
 pub mod ring;
 pub mod ring_2d;
 pub mod rounds;
+pub mod server_step;
 mod shape;
 pub mod star;
 mod steps;

@@ -5,6 +5,7 @@
 //! index alone: it can be read in any order, as often as wanted, with no other step in memory.
 
 use super::buffer::{Buffer, Layout, Local, Recv, Send};
+use super::server_step::ServerStep;
 use std::fmt;
 use std::sync::Arc;
 use sumac_hal::ids::Rank;
@@ -180,6 +181,7 @@ pub struct Schedule {
     reduces: bool,
     len: usize,
     parts: Vec<Part>,
+    server_step: Option<ServerStep>,
 }
 
 /// Steps that follow one another.
@@ -244,7 +246,19 @@ impl Schedule {
     }
 
     const fn empty(place: Place, layout: Layout, reduces: bool) -> Self {
-        Self { place, layout, reduces, len: 0, parts: Vec::new() }
+        Self { place, layout, reduces, len: 0, parts: Vec::new(), server_step: None }
+    }
+
+    /// Say that its messages are those of one step among the ranks of each server.
+    #[must_use]
+    pub(super) const fn in_servers(mut self, step: ServerStep) -> Self {
+        self.server_step = Some(step);
+        self
+    }
+
+    /// Return what it is among the ranks of each server, if its messages are those of one step there.
+    pub const fn server_step(&self) -> Option<ServerStep> {
+        self.server_step
     }
 
     /// Append a step.
@@ -288,7 +302,8 @@ impl Schedule {
         if self.parts.iter().all(|part| matches!(part.source, Source::Stored(_))) {
             return self;
         }
-        let mut stored = Self::empty(self.place, self.layout, self.reduces);
+        let empty = Self::empty(self.place, self.layout, self.reduces);
+        let mut stored = Self { server_step: self.server_step, ..empty };
         self.steps().for_each(|step| stored.push(step));
         stored
     }
@@ -366,7 +381,7 @@ impl Schedule {
 /// Schedules are equal if their steps are, stored or computed.
 impl PartialEq for Schedule {
     fn eq(&self, other: &Self) -> bool {
-        let header = |of: &Self| (of.place, of.layout, of.reduces, of.len);
+        let header = |of: &Self| (of.place, of.layout, of.reduces, of.len, of.server_step);
         let (mut ours, mut theirs) = (self.steps(), other.steps());
         header(self) == header(other) && (0..self.len).all(|_| ours.next() == theirs.next())
     }

@@ -7,11 +7,14 @@
 //! | `hybrid` | a ring reduce-scatter and a ring all-gather | the tree of each rail, n/m over G ranks, all rails at once |
 //! | `rab` | a reduction to the leader and a broadcast from it | the tree of the leaders, n over G ranks |
 //!
+//! Short messages take one step in each part inside, and where the ranks of a server share memory, its board.
+//!
 //! The facts of these trees are agreed on when they are joined, so costs are the same on all ranks.
 
 use super::model::{schedule_form, tree_form};
 use super::{CurveKind, JobFacts, RuledOut, SelectionContext, TreeFacts};
 use super::{bytes, copies_seconds, curve, depends_on_order, supports};
+use crate::exec::board::is_for_board;
 use crate::memory_kind::MemoryKind;
 use crate::schedule::{Algorithm, Shape, hybrid, rab};
 use sumac_hal::ids::Rank;
@@ -64,11 +67,19 @@ fn seconds_inside(selection: &SelectionContext, facts: &JobFacts, (part, by): (&
     let server = JobFacts { ranks: each, ranks_per_host, shape: Shape::Line, tree: None };
     let constants = selection.table.constants_for(facts, Path::Ring);
     let count = usize::try_from(part.count).unwrap_or(usize::MAX);
+    let is_short = is_for_board(part, Path::OneShot, each);
     let phases = |dtype| match by {
+        Path::Rab if is_short => [
+            ("one_shot::reduce", OpDesc { collective: Collective::Reduce, ..*part }),
+            ("one_shot::broadcast", OpDesc::broadcast(dtype, Rank(0), part.count)),
+        ],
         Path::Rab => [
             (rab::reduction(count, each), OpDesc { collective: Collective::Reduce, ..*part }),
             (rab::broadcast(count, each), OpDesc::broadcast(dtype, Rank(0), part.count)),
         ],
+        _ if is_short => {
+            [("one_shot::reduce_scatter", *part), ("one_shot::all_gather", OpDesc::all_gather(dtype, part.count))]
+        }
         _ => [("ring::reduce_scatter", *part), ("ring::all_gather", OpDesc::all_gather(dtype, part.count))],
     };
     let seconds = |(name, desc): (&str, OpDesc)| {

@@ -23,7 +23,8 @@ impl Run<'_> {
         dialled
     }
 
-    fn dial_idle(&mut self, peer: Rank) -> Result<(), ExecError> {
+    /// Dial a rank, if this one is to and has not.
+    pub(in crate::exec) fn dial_idle(&mut self, peer: Rank) -> Result<(), ExecError> {
         let is_due = peer > self.mesh.rank() && matches!(self.mesh.links[peer.0 as usize].state, State::Idle);
         if is_due { self.mesh.dial(peer) } else { Ok(()) }
     }

@@ -31,17 +31,19 @@ fn hybrid_is_refused_without_servers_or_rails_with_the_reason() {
     assert!(cost(&ordered, &integers, Path::Hybrid).is_ok());
 }
 
-/// Three servers of two: 240 B, of which a ring inside carries half each way, and the tree of a rail half.
+/// Three servers of two: parts inside carry half each way, in one step or by rings, and the tree of a rail half.
 #[test]
 fn hybrid_is_priced_by_its_parts() {
     let context = SelectionContext { ranks_per_host: 2, rails: Ok(TREE), ..in_shape("servers:2", 6) };
     let server = SelectionContext { ranks_per_host: 2, ..in_shape("line", 2) };
-    let inside = [OpDesc::reduce_scatter(Dtype::F32, ReduceOp::Sum, 60), OpDesc::all_gather(Dtype::F32, 60)]
-        .map(|desc| cost(&server, &desc, Path::Ring).expect("possible"));
-    let rail = SelectionContext { ranks_per_host: 2, ..in_shape("line", 3) };
-    let rail = cost(&rail, &sum(30), Path::Tree).expect("possible");
-    let whole = cost(&context, &sum(60), Path::Hybrid).expect("possible");
-    assert!((whole - (inside[0] + inside[1] + rail)).abs() < 1e-9 * whole, "{whole}: {inside:?}, {rail}");
+    for (count, path) in [(60, Path::OneShot), (3000, Path::Ring)] {
+        let inside = [OpDesc::reduce_scatter(Dtype::F32, ReduceOp::Sum, count), OpDesc::all_gather(Dtype::F32, count)]
+            .map(|desc| cost(&server, &desc, path).expect("possible"));
+        let rail = SelectionContext { ranks_per_host: 2, ..in_shape("line", 3) };
+        let rail = cost(&rail, &sum(count / 2), Path::Tree).expect("possible");
+        let whole = cost(&context, &sum(count), Path::Hybrid).expect("possible");
+        assert!((whole - (inside[0] + inside[1] + rail)).abs() < 1e-9 * whole, "{whole}: {inside:?}, {rail}");
+    }
     // Nobody has measured it, so it has to be cheaper by a quarter.
     assert!(!has_fitted_constants(Path::Hybrid));
 }
@@ -62,18 +64,38 @@ fn rab_is_refused_without_servers_or_a_tree_of_leaders_with_the_reason() {
     assert!(matches!(cost(&ordered, &sum(60), Path::Rab), Err(RuledOut::Order { path: "rab", .. })));
 }
 
-/// Three servers of two: 240 B to each leader and back in shared memory, and all of them in the tree of three leaders.
+/// Three servers of two: everything to each leader and back in shared memory, and in the tree of three leaders.
 #[test]
 fn rab_is_priced_by_shared_memory_inside_and_the_tree_of_leaders() {
     let context = SelectionContext { ranks_per_host: 2, leaders: Ok(TREE), ..in_shape("servers:2", 6) };
     let server = SelectionContext { ranks_per_host: 2, ..in_shape("line", 2) };
-    let inside = [OpDesc::reduce(Dtype::F32, ReduceOp::Sum, Rank(0), 60), OpDesc::broadcast(Dtype::F32, Rank(0), 60)]
-        .map(|desc| cost(&server, &desc, Path::Binomial).expect("possible"));
-    let leaders = SelectionContext { ranks_per_host: 1, ..in_shape("line", 3) };
-    let leaders = cost(&leaders, &sum(60), Path::Tree).expect("possible");
-    let whole = cost(&context, &sum(60), Path::Rab).expect("possible");
-    assert!((whole - (inside[0] + inside[1] + leaders)).abs() < 1e-9 * whole, "{whole}: {inside:?}, {leaders}");
+    for (count, path) in [(60, Path::OneShot), (3000, Path::Binomial)] {
+        let root = Rank(0);
+        let inside =
+            [OpDesc::reduce(Dtype::F32, ReduceOp::Sum, root, count), OpDesc::broadcast(Dtype::F32, root, count)]
+                .map(|desc| cost(&server, &desc, path).expect("possible"));
+        let leaders = SelectionContext { ranks_per_host: 1, ..in_shape("line", 3) };
+        let leaders = cost(&leaders, &sum(count), Path::Tree).expect("possible");
+        let whole = cost(&context, &sum(count), Path::Rab).expect("possible");
+        assert!((whole - (inside[0] + inside[1] + leaders)).abs() < 1e-9 * whole, "{whole}: {inside:?}, {leaders}");
+    }
     assert!(!has_fitted_constants(Path::Rab));
+}
+
+/// Up to the capacity of a board, and where the ranks of a server share memory.
+#[test]
+fn short_parts_inside_servers_cost_a_post_each() {
+    let posts = |ranks_per_host, count, path| {
+        let context = SelectionContext { ranks_per_host, ..in_shape("servers:2", 6) };
+        let context = SelectionContext { rails: Ok(TREE), leaders: Ok(TREE), ..context };
+        let mut dear = context.clone();
+        dear.table.constants.alpha_post_s += 1000.0;
+        let [without, with] = [context, dear].map(|context| cost(&context, &sum(count), path).expect("possible"));
+        ((with - without) / 1000.0).round()
+    };
+    for path in [Path::Rab, Path::Hybrid] {
+        assert_eq!([posts(2, 2048, path), posts(2, 2049, path), posts(1, 2048, path)], [2.0, 0.0, 0.0]);
+    }
 }
 
 /// Every other way has steps between servers, of which ranks that share no tree take several.

@@ -6,6 +6,7 @@ mod pipelines;
 mod planted;
 mod rab;
 mod relayed;
+mod server_step;
 mod shapes;
 mod sizes;
 

@@ -5,15 +5,13 @@ use super::*;
 use crate::schedule::{Place, Region, Step, rab};
 use std::collections::BTreeSet;
 
-/// The three parts of a rank as one schedule. In place of their tree, the first leader collects in the order of servers
-/// and distributes the result: what the tree does in the network.
+/// The three parts of a rank as one schedule. In place of the tree of its rail, which reduces a block, the first rank
+/// of the rail collects in the order of servers and distributes the result: what the tree does in the network.
 ///
 /// The checker holds that a value is finished only with every contribution included. The parts run one by one, so a
 /// server's sum is finished where it is a partial value of the whole: here it is in `Work`, behind what else is there.
-fn whole(place: Place, count: usize, [servers, each]: [u32; 2]) -> Schedule {
-    let reduce = rab::reduce_inside(place, count, each);
-    let broadcast = rab::broadcast_inside(place, count, each);
-    let layout = *reduce.layout();
+pub(super) fn around_rail(place: Place, [reduce, broadcast]: [Schedule; 2], rail: Option<(&[Rank], Span)>) -> Schedule {
+    let (layout, count) = (*reduce.layout(), reduce.layout().output);
     let sum = |span: Span| Buffer::Work.at(Span { start: layout.work + span.start, ..span });
     let unfinished = |region: &mut Region| {
         if region.buffer == Buffer::Output {
@@ -27,13 +25,18 @@ fn whole(place: Place, count: usize, [servers, each]: [u32; 2]) -> Schedule {
         locals.iter_mut().for_each(|local| unfinished(&mut local.landing.to));
         all.push(Step { recvs: &recvs, locals: &locals, ..step });
     });
-    let (work, output) = (sum(Span::first(count)), Buffer::Output.at(Span::first(count)));
-    if rab::is_leader(place.rank(), each) {
-        let leaders: Vec<_> = (0..servers).map(|server| Rank(server * each)).collect();
-        all_reduce_by_first(&mut all, &leaders, work, output);
+    if let Some((rail, block)) = rail {
+        all_reduce_by_first(&mut all, rail, sum(block), Buffer::Output.at(block));
     }
     broadcast.steps().for_each(|step| all.push(step));
     all
+}
+
+fn whole(place: Place, count: usize, [servers, each]: [u32; 2]) -> Schedule {
+    let parts = [rab::reduce_inside, rab::broadcast_inside].map(|part| part(place, count, each));
+    let leaders: Vec<_> = (0..servers).map(|server| Rank(server * each)).collect();
+    let rail = rab::is_leader(place.rank(), each).then_some((&leaders[..], Span::first(count)));
+    around_rail(place, parts, rail)
 }
 
 fn schedules(ranks: u32, servers: [u32; 2], count: usize) -> Vec<Schedule> {
