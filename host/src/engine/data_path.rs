@@ -488,7 +488,7 @@ fn make_schedule(
     let no_schedule = || Error::Argument(format!("there is no {} schedule for {}", path.name(), desc.collective));
     let (tree, shape) = (context.declared.tree(), context.shape_of(place.ranks()));
     let problem = Problem { place, count, root: desc.root, tree, shape };
-    let schedule = (algorithm.ok_or_else(no_schedule)?.schedule)(&problem);
+    let schedule = algorithm.ok_or_else(no_schedule)?.schedule_for(&problem, is_in_place);
     if is_in_place && schedule.layout().in_place_at.is_none() {
         return Err(Error::Argument(format!("{desc} by {} needs separate input and output buffers", path.name())));
     }

@@ -12,7 +12,7 @@ mod table;
 pub use table::ALGORITHMS;
 
 use super::tree::Tree;
-use super::{Place, Schedule, Shape};
+use super::{Place, Schedule, Shape, recursive_doubling};
 use size::Size;
 use std::fmt;
 use sumac_hal::ids::Rank;
@@ -162,6 +162,16 @@ impl Algorithm {
     /// by less than an element for each step.
     pub fn cost(&self, ranks: u32, shape: Shape, count: usize) -> Cost {
         (self.cost)(&Size::new(ranks, shape, count))
+    }
+
+    /// Create one rank's schedule for buffers of this kind: one for input and output, or two, where that saves a copy.
+    pub fn schedule_for(&self, problem: &Problem<'_>, is_in_place: bool) -> Schedule {
+        match (self.path, self.pattern) {
+            (Path::RecursiveDoubling, Pattern::AllReduce) if !is_in_place => {
+                recursive_doubling::all_reduce_apart(problem.place, problem.count)
+            }
+            _ => (self.schedule)(problem),
+        }
     }
 
     /// Return whether the algorithm is made for ranks in several dimensions. In a line it is correct, but no other than

@@ -12,7 +12,7 @@ mod sizes;
 
 use super::*;
 use crate::schedule::tree::Child;
-use crate::schedule::{ALGORITHMS, Buffer, Landing, Layout, Pattern, pairwise};
+use crate::schedule::{ALGORITHMS, Buffer, Landing, Layout, Pattern, pairwise, recursive_doubling};
 use proptest::prelude::*;
 use sumac_hal::ctrl::Order;
 use sumac_hal::op::Path;
@@ -153,6 +153,22 @@ fn steps_are_the_same_in_any_order_and_stored() {
                 }
             }
         }
+    }
+}
+
+#[test]
+fn recursive_doubling_of_separate_buffers_copies_nothing_and_gives_the_same_bits() {
+    for ranks in 2..=64_u32 {
+        let apart: Vec<_> = Place::all(ranks).map(|place| recursive_doubling::all_reduce_apart(place, 10)).collect();
+        let locals = |schedule: &Schedule| schedule.steps().map(|step| step.locals.len()).sum::<usize>();
+        assert!(apart.iter().all(|schedule| locals(schedule) == 0), "{ranks}");
+        check(Goal::AllReduce, &apart).expect("proved");
+        // Some ranks in place: all have the same expression.
+        let of = |place: Place| match place.rank().0 % 3 {
+            0 => recursive_doubling::all_reduce(place, 10),
+            _ => recursive_doubling::all_reduce_apart(place, 10),
+        };
+        check(Goal::AllReduce, &Place::all(ranks).map(of).collect::<Vec<_>>()).expect("proved");
     }
 }
 

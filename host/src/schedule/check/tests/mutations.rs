@@ -235,7 +235,7 @@ fn race_within_a_step_is_an_overlap() {
         ("bruck::all_gather", Goal::AllGather),
         ("recursive_doubling::all_reduce", Goal::AllReduce),
     ] {
-        let mut schedules = schedules(named(name), 4, 40, Rank(0));
+        let mut schedules = schedules(named(name), 8, 40, Rank(0));
         for schedule in &mut schedules {
             *schedule = edited(schedule, |_, parts| {
                 if let ([send, ..], [recv, ..]) = (&parts.sends[..], &mut parts.recvs[..])
