@@ -82,9 +82,13 @@ impl CoreWatch {
     /// Yield the core, and move away if other threads have run here in several yields in a row, although the policy
     /// says that there is a core for each. Of ranks that find that at the same time, the lower one moves first.
     pub(crate) fn yield_core(&mut self, policy: SpinPolicy, rank: u32) {
+        if policy.spins == 0 {
+            thread::yield_now();
+            return;
+        }
         let begun = Instant::now();
         thread::yield_now();
-        if policy.spins > 0 && self.is_over(begun.elapsed(), rank) && self.may_move(begun) {
+        if self.is_over(begun.elapsed(), rank) && self.may_move(begun) {
             leave_core();
         }
     }

@@ -209,6 +209,18 @@ impl<M: BoardMemory> Board<M> {
         (cell.round() == self.round).then(|| cell.tag())
     }
 
+    /// Return whether a member has posted in the round so many after this one: it may be ahead of this member by
+    /// [`Board::ROUNDS_AHEAD`].
+    ///
+    /// # Panics
+    /// If there is no such member.
+    #[inline]
+    #[track_caller]
+    pub fn has_posted(&self, member: u32, rounds: u64) -> bool {
+        let round = self.round.saturating_add(rounds);
+        rounds < M::CELLS && self.cell(member, round).round() == round
+    }
+
     /// Read what a member has posted in this round, from byte `start` of it on.
     ///
     /// # Panics

@@ -9,7 +9,8 @@ use super::decided::{Decided, Settled};
 use super::error::Error;
 use super::operations::number_of;
 use super::options::{CallOptions, Outcome};
-use crate::exec::round::{Attempt, Round};
+use crate::exec::board::is_for_board;
+use crate::exec::round::{Attempt, Begun, Round};
 use crate::exec::{Buffers, Execution, Mesh};
 use std::sync::Arc;
 use std::time::Instant;
@@ -33,9 +34,9 @@ impl Core {
         self.data.selection.decided.find(&(*desc, algo, is_in_place))
     }
 
-    /// Keep how a call was decided, if it ran in one step, for the next call of the operation.
+    /// Keep how a call was decided, if it is for the board, for the next call of the operation.
     pub(super) fn keep_decided(&mut self, (desc, path): (&OpDesc, Path), options: &CallOptions, is_in_place: bool) {
-        if path != Path::OneShot || !self.is_for_ranks_alone((desc, options)) {
+        if !is_for_board(desc, path, self.data.place.ranks()) || !self.is_for_ranks_alone((desc, options)) {
             return;
         }
         let Some(decided) = self.decide(desc, options, is_in_place) else { return };
@@ -149,9 +150,9 @@ impl Core {
                     missing,
                 }))
             }
-            (Attempt::Begun { has_posted }, op_index) => {
+            (Attempt::Begun(begun), op_index) => {
                 self.data.operations.calling = Some(number);
-                let result = self.finish_round(call, (decided, round), (has_posted, (op_index, told)), buffers);
+                let result = self.finish_round(call, (decided, round), (begun, (op_index, told)), buffers);
                 self.data.operations.calling = None;
                 Some(result)
             }
@@ -163,14 +164,14 @@ impl Core {
         &mut self,
         (desc, options): (&OpDesc, &CallOptions),
         (decided, round): (&Decided, &Round),
-        (has_posted, numbers): (bool, (u64, u32)),
+        (attempted, numbers): (Begun, (u64, u32)),
         buffers: Buffers<'_>,
     ) -> Result<Outcome, Error> {
         let now = Instant::now();
         let (deadline, begun) = (self.deadline_from(now, options), self.data.snapshot(now));
         let result = self.with_connections(|core, connections| {
             let mesh = &mut connections.mesh;
-            let execution = Execution::continued(mesh, (round, has_posted), buffers, (numbers, deadline.0));
+            let execution = Execution::continued(mesh, (round, attempted), buffers, (numbers, deadline.0));
             core.drive_host(&mut Collective::begun(execution), deadline)
         });
         // Other ranks know of it, so no error is a rejection.

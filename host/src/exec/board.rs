@@ -1,4 +1,4 @@
-//! Boards of the ranks of one machine: short collectives in one step, where each rank posts once for all others
+//! Boards of the ranks of one machine: short collectives in which each rank posts once a step for all others
 //! ([`sumac_hal::shm::Board`]).
 //!
 //! Where all ranks are on one machine, rank 0 creates a board and hands it to the others over their Unix sockets
@@ -10,17 +10,18 @@
 //! by the leader: it counts who has the board where it receives from all, and says in its next broadcast whether all
 //! have it.
 //!
-//! On the board, a rank posts what the schedule's only step sends, once for all, and reads what it receives. The
+//! On the board, a rank posts what a step of the schedule sends, once for all, and reads what it receives. The
 //! operation is checked as in frames: a post that belongs to another one is a mismatch, and its description says to
 //! which. In a rooted operation not every rank reads every other's post, so two ranks that call broadcasts from
 //! different roots do not hear of each other. A post therefore stands for all calls so far: its tag is a hash of them,
-//! and the next one that is read tells. Everything else stays with the connections: announcements, aborts, the end of
-//! a rank, and the doorbells of those that sleep.
+//! round by round, and the next one that is read tells. Everything else stays with the connections: announcements,
+//! aborts, the end of a rank, and the doorbells of those that sleep.
 //!
 //! Invariants:
 //! - All ranks of a board use it for the same operations: what decides is their calls, and frames that all of them have
 //!   received.
-//! - Each of these operations is one round of the board, for ranks that post nothing too.
+//! - Each of these operations is one round of the board for each step with messages, and has as many at all ranks, for
+//!   those that post nothing too ([`is_for_board`]).
 //! - All ranks of a board are connected in shared memory with each other, which wakes those that sleep.
 
 mod state;
@@ -124,12 +125,29 @@ pub(super) fn open_board((memory, members): (OwnedFd, u64), first: Rank, place: 
     Some((first.0..end, Board::open(memory, members, own).ok()?))
 }
 
-/// Return whether an operation by an algorithm runs on the board of a machine's ranks, so many: its schedule has one
-/// step.
+/// Return whether an operation by an algorithm runs on the board of a machine's ranks, so many.
+///
+/// Its schedule has one step with messages, or every rank sends and receives one message in each of its steps, that of
+/// the same step at the other end.
 pub(crate) fn is_for_board(desc: &OpDesc, path: Path, ranks: u32) -> bool {
-    let len_bytes = desc.count.saturating_mul(desc.element_bytes() as u64);
-    let is_short = len_bytes <= Board::CAPACITY_BYTES as u64;
-    path == Path::OneShot && is_short && (2..=Board::MEMBERS_MAX).contains(&ranks)
+    let posted_bytes = match path {
+        Path::OneShot => desc.element_bytes(),
+        _ if is_in_lockstep(desc.collective, path, ranks) => desc.partial_bytes().max(desc.element_bytes()),
+        _ => return false,
+    };
+    let is_short = desc.count.saturating_mul(posted_bytes as u64) <= Board::CAPACITY_BYTES as u64;
+    is_short && (2..=Board::MEMBERS_MAX).contains(&ranks)
+}
+
+/// Return whether in each step of an algorithm every rank exchanges one message: ranks that fold into others first, as
+/// they do where there is no power of two of them, take other steps than these.
+const fn is_in_lockstep(collective: Collective, path: Path, ranks: u32) -> bool {
+    matches!(collective, Collective::AllReduce)
+        && match path {
+            Path::Ring => true,
+            Path::HalvingDoubling | Path::RecursiveDoubling => ranks.is_power_of_two(),
+            _ => false,
+        }
 }
 
 /// Return whether in an operation on the connections every rank receives a frame of every other.
@@ -293,6 +311,13 @@ impl Run<'_> {
         if self.attempted == Some(true) {
             self.note_posted();
         }
+        let mut room = std::mem::take(&mut self.mesh.later_step);
+        for index in 0..self.index {
+            self.schedule.read(index, &mut room);
+            let lens = room.sends.iter().map(|send| self.memory.outgoing(send.from).len() as u64);
+            self.mesh.sent_bytes += lens.sum::<u64>();
+        }
+        self.mesh.later_step = room;
     }
 
     /// Read what the sender of a transfer has posted, if it has; returns whether it has.
@@ -330,9 +355,22 @@ impl Run<'_> {
         ExecError::protocol(peer, what)
     }
 
-    /// Return whether a rank has posted in this operation: it may already be in a later one, or have left.
+    /// Count the round of a step that begins after the operation's first one.
+    pub(super) fn begin_later_round(&mut self) {
+        if self.board_use == BoardUse::Runs && self.step.step().has_messages() && self.index < self.schedule.len() {
+            self.mesh.boards.get_mut(self.scope).push(&self.call, self.call.op_index);
+        }
+    }
+
+    /// Return whether a rank has posted in the current step: it may already be in a later operation, or have left.
     pub(super) fn has_posted(&self, peer: Rank) -> bool {
-        self.board_use == BoardUse::Runs && self.mesh.boards.get(self.scope).tag_of(peer).is_some()
+        self.has_posted_ahead(peer, 0)
+    }
+
+    /// Return whether a rank has posted in the step with messages that is so many after the one whose round is not
+    /// over.
+    pub(super) fn has_posted_ahead(&self, peer: Rank, steps: u64) -> bool {
+        self.board_use == BoardUse::Runs && self.mesh.boards.get(self.scope).has_posted(peer, steps)
     }
 
     /// Return whether something can be posted or read.

@@ -19,7 +19,7 @@ fn flat(place: Place) -> Tree {
     Tree::flat(place.ranks(), Order::TreeFold).expect("a tree")
 }
 
-/// Run an operation: half of them, others at each rank, begin with an attempt.
+/// Run an operation in one step: half of them, others at each rank, begin with an attempt.
 fn run<'b>(
     mesh: &mut Mesh,
     op_index: u64,
@@ -27,17 +27,28 @@ fn run<'b>(
     schedule: &Schedule,
     buffers: impl Into<Buffers<'b>>,
 ) -> Result<(), ExecError> {
+    run_by(mesh, (op_index, Path::OneShot), desc, schedule, buffers)
+}
+
+/// Run an operation by a path, in the same way.
+pub(super) fn run_by<'b>(
+    mesh: &mut Mesh,
+    (op_index, path): (u64, Path),
+    desc: OpDesc,
+    schedule: &Schedule,
+    buffers: impl Into<Buffers<'b>>,
+) -> Result<(), ExecError> {
     let kernel = desc.dtype.zip(desc.op).and_then(|(dtype, op)| Kernel::new(dtype, op));
-    let (mut buffers, ctx): (Buffers<'_>, _) = (buffers.into(), context(op_index, desc, Path::OneShot));
+    let (mut buffers, ctx): (Buffers<'_>, _) = (buffers.into(), context(op_index, desc, path));
     if (op_index + u64::from(mesh.place().rank().0)).is_multiple_of(2) {
-        let (operation, is_in_place) = ((&desc, Path::OneShot), matches!(buffers, Buffers::InPlace(_)));
+        let (operation, is_in_place) = ((&desc, path), matches!(buffers, Buffers::InPlace(_)));
         let round = Round::new(operation, 1, &Arc::new(schedule.clone()), kernel, is_in_place)?;
         if let Some(round) = round.filter(|_| mesh.can_attempt()) {
             let numbers = (op_index, ctx.number);
             match mesh.attempt(&round, numbers, buffers.reborrow()) {
                 Attempt::Complete => return Ok(()),
-                Attempt::Begun { has_posted } => {
-                    let begun = (&round, has_posted);
+                Attempt::Begun(begun) => {
+                    let begun = (&round, begun);
                     let mut execution = Execution::continued(mesh, begun, buffers, (numbers, ctx.deadline));
                     while execution.drive(&mut NoInterrupt)? == Status::Paused {}
                     return Ok(());
@@ -48,20 +59,20 @@ fn run<'b>(
     execute(mesh, schedule, kernel.as_ref(), buffers, &ctx, &mut NoInterrupt)
 }
 
-fn sum(mesh: &mut Mesh, op_index: u64, count: usize) -> Result<Vec<u8>, ExecError> {
+pub(super) fn sum(mesh: &mut Mesh, op_index: u64, count: usize) -> Result<Vec<u8>, ExecError> {
     let (place, desc) = (mesh.place(), OpDesc::all_reduce(Dtype::I32, ReduceOp::Sum, count as u64));
     let mut buf = (place.rank().0 as i32 + 1).to_le_bytes().repeat(count);
     run(mesh, op_index, desc, &one_shot::all_reduce(place, count, &flat(place)), &mut buf[..])?;
     Ok(buf)
 }
 
-fn barrier(mesh: &mut Mesh, op_index: u64) -> Result<(), ExecError> {
+pub(super) fn barrier(mesh: &mut Mesh, op_index: u64) -> Result<(), ExecError> {
     let schedule = one_shot::barrier(mesh.place());
     run(mesh, op_index, OpDesc::barrier(), &schedule, &mut [][..])
 }
 
 /// Return meshes that use the board, and the number of operations so far.
-fn on_board(ranks: u32) -> (Vec<Mesh>, u64) {
+pub(super) fn on_board(ranks: u32) -> (Vec<Mesh>, u64) {
     let mut meshes = connected_meshes(ranks);
     for op_index in 1..1000 {
         on_ranks(&mut meshes, |mesh| barrier(mesh, op_index).expect("no error"));

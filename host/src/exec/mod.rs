@@ -42,6 +42,8 @@ mod shared;
 mod sharing;
 
 #[cfg(test)]
+mod board_steps_tests;
+#[cfg(test)]
 mod board_tests;
 #[cfg(test)]
 mod collective_tests;

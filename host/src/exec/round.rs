@@ -4,7 +4,8 @@
 //! post and read a few bytes. [`Mesh::attempt`] does only that, for as long as a rank that waits would spin or yield
 //! between two looks at its sockets. If it is not complete by then, an `Execution` continues from there.
 //!
-//! Invariant: an attempt that is not complete has written nothing to the caller's memory.
+//! Invariant: an attempt that is not complete has written nothing to the caller's memory but what the steps write that
+//! it has done.
 
 use super::Buffers;
 use super::board::{BoardScope, Posted, is_for_board, post_header, region_to_post, start_in_post};
@@ -38,8 +39,7 @@ pub(crate) struct Round {
     /// Where what it posts lies, if it posts anything.
     posts: Option<(Store, Range<usize>)>,
     recvs: Box<[Recv]>,
-    /// Where in the output it reads what each of them sends, if it does nothing else.
-    reads: Option<Box<[Range<usize>]>>,
+    rest: Rest,
     /// What is left to do when all is read.
     locals: Box<[Local]>,
     /// The length of what it sends, to all ranks.
@@ -48,16 +48,44 @@ pub(crate) struct Round {
     start_bytes: usize,
 }
 
+/// What it does besides its first step.
+#[derive(Debug, Clone)]
+enum Rest {
+    /// Nothing, and that step reads what each other rank sends into these places in the output.
+    Copies(Box<[Range<usize>]>),
+    /// What is local.
+    Locals,
+    /// Further steps, in each of which it exchanges one message, and then what is local.
+    Steps(Box<[LaterStep]>),
+}
+
+/// A step after the first one.
+#[derive(Debug, Clone)]
+struct LaterStep {
+    /// Its index in the schedule.
+    index: u32,
+    /// The header of what it posts, but for the numbers of the call.
+    header: [u8; HEADER_BYTES],
+    posts: (Store, Range<usize>),
+    recv: Recv,
+}
+
 /// How far an attempt came.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Attempt {
     /// The operation is complete.
     Complete,
     /// The operation has begun, and some rank is late.
-    Begun {
-        /// What this rank sends is posted.
-        has_posted: bool,
-    },
+    Begun(Begun),
+}
+
+/// Where an attempt stands that is not complete.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Begun {
+    /// The index of the step in the schedule.
+    step: u32,
+    /// What this rank sends in that step is posted.
+    has_posted: bool,
 }
 
 impl Round {
@@ -77,24 +105,35 @@ impl Round {
         if !is_for_board(desc, path, place.ranks()) || !schedule.read(0, &mut step) || !step.locals.is_empty() {
             return Ok(None);
         }
-        let (mut later, mut locals) = (StepBuffer::default(), Vec::new());
+        let layout = MemoryLayout::new(schedule, desc.element_bytes(), kernel.as_ref(), is_in_place)?;
+        let call = Call::new(place.rank(), 0, desc.signature(path, table_version), desc, path);
+        let (mut later, mut locals, mut steps) = (StepBuffer::default(), Vec::new(), Vec::new());
         for index in 1..schedule.len() {
             schedule.read(index, &mut later);
             if later.step().has_messages() {
-                return Ok(None);
+                let (&[send], &[recv], &[], []) = (&*later.sends, &*later.recvs, &*later.locals, &*locals) else {
+                    return Ok(None);
+                };
+                let posts = layout.locate(send.from);
+                let Ok(index) = u32::try_from(index) else { return Ok(None) };
+                steps.push(LaterStep { index, header: post_header(call, 0, posts.1.len()), posts, recv });
             }
             locals.append(&mut later.locals);
         }
-        let layout = MemoryLayout::new(schedule, desc.element_bytes(), kernel.as_ref(), is_in_place)?;
         let len_bytes = |region: Region| (region.span.len * layout.bytes_each(region.buffer)) as u64;
-        let sent_bytes = step.sends.iter().map(|send| len_bytes(send.from)).sum();
+        let sent_bytes = step.sends.iter().map(|send| len_bytes(send.from)).sum::<u64>()
+            + steps.iter().map(|step: &LaterStep| step.posts.1.len() as u64).sum::<u64>();
         let posts = (!step.sends.is_empty()).then(|| layout.locate(region_to_post(desc.collective, &step.sends)));
         locals.retain(|local| !layout.is_in_place(local));
         let locals: Box<[Local]> = locals.into();
         let recvs: Box<[Recv]> = step.recvs.into();
         let is_work = posts.as_ref().is_some_and(|(store, _): &(Store, _)| *store == Store::Work);
         let reads = if is_work || !locals.is_empty() { None } else { direct_reads(&layout, &recvs) };
-        let call = Call::new(place.rank(), 0, desc.signature(path, table_version), desc, path);
+        let rest = match reads {
+            _ if !steps.is_empty() => Rest::Steps(steps.into()),
+            Some(places) => Rest::Copies(places),
+            None => Rest::Locals,
+        };
         let header = post_header(call, 0, posts.as_ref().map_or(0, |(_, range): &(_, Range<usize>)| range.len()));
         let Some(lengths) = lengths(schedule.layout(), layout.element_bytes, is_in_place) else { return Ok(None) };
         let start_bytes = start_in_post(desc, place) * desc.element_bytes();
@@ -108,7 +147,7 @@ impl Round {
             header,
             posts,
             recvs,
-            reads,
+            rest,
             locals,
             sent_bytes,
             start_bytes,
@@ -151,17 +190,16 @@ fn direct_reads(layout: &MemoryLayout, recvs: &[Recv]) -> Option<Box<[Range<usiz
 }
 
 impl<'a> Execution<'a> {
-    /// Continue an operation that [`Mesh::attempt`] has begun, in the same buffers. `has_posted` says how far it came,
-    /// and the numbers are the attempt's.
+    /// Continue an operation that [`Mesh::attempt`] has begun, in the same buffers. The numbers are the attempt's.
     pub(crate) fn continued(
         mesh: &'a mut Mesh,
-        (round, has_posted): (&'a Round, bool),
+        (round, begun): (&'a Round, Begun),
         buffers: Buffers<'a>,
         ((op_index, number), deadline): ((u64, u32), Instant),
     ) -> Self {
         let memory = round.memory(buffers, &mut mesh.work);
         let mut run = Run::new(mesh, &round.schedule, memory, (round.call(op_index), deadline), Vec::new(), false);
-        (run.number, run.attempted) = (number, Some(has_posted));
+        (run.number, run.index, run.attempted) = (number, begun.step as usize, Some(begun.has_posted));
         Self(run)
     }
 }
@@ -180,25 +218,57 @@ impl Mesh {
         self.boards.all.push(&round.call, op_index);
         let mut header = round.header;
         Header::set_numbers(&mut header, op_index, number);
-        if let Some(reads) = &round.reads {
-            return self.attempt_directly(round, reads, &header, buffers);
+        if let Rest::Copies(places) = &round.rest {
+            return self.attempt_directly(round, places, &header, buffers);
         }
         let mut memory = round.memory(buffers, &mut self.work);
-        let attempt = self.attempt_in(round, &header, &mut memory);
+        let mut attempt = self.attempt_in(round, &header, &mut memory);
+        if let (Attempt::Complete, Rest::Steps(steps)) = (attempt, &round.rest) {
+            attempt = self.attempt_steps(round, steps, (op_index, number), &mut memory);
+        }
         self.work = std::mem::take(&mut memory.work);
         attempt
     }
 
+    /// Attempt the steps after the first one.
+    fn attempt_steps(
+        &mut self,
+        round: &Round,
+        steps: &[LaterStep],
+        (op_index, number): (u64, u32),
+        memory: &mut Memory<'_>,
+    ) -> Attempt {
+        for step in steps {
+            self.boards.all.push(&round.call, op_index);
+            let mut header = step.header;
+            Header::set_numbers(&mut header, op_index, number);
+            let (store, range) = &step.posts;
+            let has_posted = self.post_for_all(BoardScope::All, &header, memory.bytes(*store, range.clone()));
+            if !has_posted || !self.await_posts(std::slice::from_ref(&step.recv)) {
+                return Attempt::Begun(Begun { step: step.index, has_posted });
+            }
+            self.read_post(BoardScope::All, &step.recv, 0, memory);
+            self.finish_round(BoardScope::All, 1);
+        }
+        round.locals.iter().for_each(|local| memory.run_local(local, &mut self.scratch, &mut self.spare));
+        self.sent_bytes += round.sent_bytes;
+        Attempt::Complete
+    }
+
+    /// Attempt the first step, and what is local if there are no others.
     fn attempt_in(&mut self, round: &Round, header: &[u8; HEADER_BYTES], memory: &mut Memory<'_>) -> Attempt {
         let has_posted = round.posts.as_ref().is_none_or(|(store, range)| {
             let bytes = memory.bytes(*store, range.clone());
             self.post_for_all(BoardScope::All, header, bytes)
         });
         if !has_posted || !self.await_posts(&round.recvs) {
-            return Attempt::Begun { has_posted };
+            return Attempt::Begun(Begun { step: 0, has_posted });
         }
         round.recvs.iter().for_each(|recv| self.read_post(BoardScope::All, recv, round.start_bytes, memory));
         self.finish_round(BoardScope::All, round.recvs.len());
+        if let Rest::Steps(_) = round.rest {
+            return Attempt::Complete;
+        }
         round.locals.iter().for_each(|local| memory.run_local(local, &mut self.scratch, &mut self.spare));
         self.sent_bytes += round.sent_bytes;
         Attempt::Complete
@@ -208,7 +278,7 @@ impl Mesh {
     fn attempt_directly(
         &mut self,
         round: &Round,
-        reads: &[Range<usize>],
+        places: &[Range<usize>],
         header: &[u8; HEADER_BYTES],
         buffers: Buffers<'_>,
     ) -> Attempt {
@@ -217,13 +287,14 @@ impl Mesh {
             let from = if *store == Store::Input { input } else { &*user };
             self.post_for_all(BoardScope::All, header, &from[range.clone()])
         });
+        let begun = Attempt::Begun(Begun { step: 0, has_posted });
         if !has_posted || !self.await_posts(&round.recvs) {
-            return Attempt::Begun { has_posted };
+            return begun;
         }
-        for (recv, place) in round.recvs.iter().zip(reads) {
+        for (recv, place) in round.recvs.iter().zip(places) {
             self.boards.all.read(recv.peer, round.start_bytes, &mut user[place.clone()]);
         }
-        self.finish_round(BoardScope::All, reads.len());
+        self.finish_round(BoardScope::All, places.len());
         self.sent_bytes += round.sent_bytes;
         Attempt::Complete
     }

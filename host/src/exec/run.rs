@@ -158,7 +158,7 @@ pub(super) struct Run<'a> {
     pub(super) board_use: BoardUse,
     /// Whose board that is.
     pub(super) scope: BoardScope,
-    /// An attempt has begun it ([`super::round`]), and posted what the first step sends or not.
+    /// An attempt has begun it ([`super::round`]), and posted what the step sends or not.
     pub(super) attempted: Option<bool>,
     /// The current step, the only one in memory: in the mesh's room, which an [`Execution`] gives back.
     pub(super) index: usize,
@@ -253,6 +253,7 @@ impl<'a> Run<'a> {
             }
             self.index += 1;
             self.enter_step();
+            self.begin_later_round();
         }
         self.end_on_board();
         Ok(Status::Done)

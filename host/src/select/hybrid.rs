@@ -77,10 +77,14 @@ fn seconds_inside(selection: &SelectionContext, facts: &JobFacts, (part, by): (&
             (rab::reduction(count, each), OpDesc { collective: Collective::Reduce, ..*part }),
             (rab::broadcast(count, each), OpDesc::broadcast(dtype, Rank(0), part.count)),
         ],
-        _ if is_short => {
-            [("one_shot::reduce_scatter", *part), ("one_shot::all_gather", OpDesc::all_gather(dtype, part.count))]
-        }
-        _ => [("ring::reduce_scatter", *part), ("ring::all_gather", OpDesc::all_gather(dtype, part.count))],
+        _ if is_short => [
+            ("one_shot::reduce_scatter", OpDesc { collective: Collective::ReduceScatter, ..*part }),
+            ("one_shot::all_gather", OpDesc::all_gather(dtype, part.count)),
+        ],
+        _ => [
+            ("ring::reduce_scatter", OpDesc { collective: Collective::ReduceScatter, ..*part }),
+            ("ring::all_gather", OpDesc::all_gather(dtype, part.count)),
+        ],
     };
     let seconds = |(name, desc): (&str, OpDesc)| {
         Algorithm::named(name).map_or(0.0, |algorithm| schedule_form(&server, &desc, algorithm).seconds(&constants))

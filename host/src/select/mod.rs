@@ -13,7 +13,7 @@
 //! | tree, all ranks zero-copy | 2 alpha_zero_copy + (i + o) (k chunk_zero_copy + n beta_zero_copy) or, if L > 1, what a tree of L - 1 levels above takes for its bytes, whichever is longer, + 2 (L - 1) alpha_tree | the leaf's engine reads i n, combines it on the way and writes o n; ranks move nothing; above the leaves there are only packets, while other chunks pass the leaf |
 //! | host collectives | S alpha_step + max(h M / N - S, E) alpha_shared + B beta_step + (h T / N - B) beta_shared + R gamma | S, B and R are the steps, path and reduced bytes of the table in [`crate::schedule`], M and T the messages and bytes of all ranks, and E the messages of the busiest rank beyond one a step ([`Cost`](crate::schedule::Cost)); what the ranks of a host send beyond the path takes its processors, too |
 //! | host collectives, all ranks on one host | the same, with alpha_shm_step, alpha_shm_shared, beta_shm_step and beta_shm_shared | steps are in shared memory |
-//! | `one-shot`, all ranks on one host, at most 8 KiB | alpha_post + B beta_shm_step + R gamma | each rank posts once for all others ([`Board`](sumac_hal::shm::Board)) |
+//! | `one-shot`, all ranks on one host, at most 8 KiB; all-reduces by `ring`, and by `hd` and `rd` of 2^k ranks, with at most 8 KiB of partial values | S alpha_post + B beta_shm_step + R gamma | each rank posts once a step for all others ([`Board`](sumac_hal::shm::Board)) |
 //! | `hybrid`, on G servers of m ranks | ring reduce-scatter and all-gather of n over the m ranks of a server, and the tree of a rail for n/m over G ranks | the rails run at once; its facts are the slowest rail's |
 //! | `rab`, on G servers of m ranks | reduce and broadcast of n over the m ranks of a server, and the tree of the leaders for n over G ranks | what is inside a host is in shared memory |
 //!
@@ -399,7 +399,8 @@ pub(crate) fn explain_with(
     Explanation { requested, candidates, chosen, overridden, transport, origin }
 }
 
-/// The cheapest path. One that nobody has measured must be cheaper by [`UNMEASURED_MARGIN`].
+/// The cheapest path; of several, `one-shot`, which is what `rd` is for two ranks, but combines in any declared order.
+/// One that nobody has measured must be cheaper by [`UNMEASURED_MARGIN`].
 fn cheapest(selection: &SelectionContext, desc: &OpDesc, possible: impl Iterator<Item = (Path, f64)>) -> Option<Path> {
     let facts = selection.facts();
     let is_measured = |path: Path| {
@@ -408,7 +409,9 @@ fn cheapest(selection: &SelectionContext, desc: &OpDesc, possible: impl Iterator
     };
     let weighed =
         possible.map(|(path, cost_s)| (path, cost_s * if is_measured(path) { 1.0 } else { UNMEASURED_MARGIN }));
-    weighed.min_by(|(_, a), (_, b)| a.total_cmp(b)).map(|(path, _)| path)
+    let is_other = |path: &Path| *path != Path::OneShot;
+    let cheapest = weighed.min_by(|(p, a), (q, b)| a.total_cmp(b).then(is_other(p).cmp(&is_other(q))));
+    cheapest.map(|(path, _)| path)
 }
 
 /// By which factor a path must be cheaper for which neither built-in constants nor curves were measured.

@@ -127,7 +127,7 @@ pub(super) fn schedule_form(facts: &JobFacts, desc: &OpDesc, algorithm: &Algorit
     let gamma_s = cost.reduced_elements * each;
     let is_one_host = facts.ranks_per_host == facts.ranks;
     let (latency, moved) = if is_one_host && is_for_board(desc, algorithm.path(), facts.ranks) {
-        let post = Constants { alpha_post_s: 1.0, ..Constants::default() };
+        let post = Constants { alpha_post_s: cost.steps, ..Constants::default() };
         (post, Constants { beta_shm_step_s: sent, gamma_s, ..Constants::default() })
     } else if is_one_host {
         let steps = cost.latencies();

@@ -107,8 +107,10 @@ fn ranks_that_share_a_host_pay_for_its_processors() {
 #[test]
 fn ranks_of_one_host_pay_for_shared_memory() {
     let here = |desc, path| cost(&SelectionContext { ranks_per_host: 4, ..context(4, TREE) }, &desc, path);
-    assert_eq!(here(sum(60), Path::Ring), Ok(3.0 + 720.0 + (24.0 - 6.0) * 2e4 + 3.0 * 360.0 * 2e6));
-    // Short operations in one step are posts.
+    assert_eq!(here(sum(6000), Path::Ring), Ok(3.0 + 72_000.0 + (24.0 - 6.0) * 2e4 + 3.0 * 36_000.0 * 2e6));
+    // Short operations are posts, one in each step.
+    assert_eq!(here(sum(60), Path::Ring), Ok(6.0 * 0.125 + 2.0 * 360.0));
+    assert_eq!(here(sum(60), Path::RecursiveDoubling), Ok(2.0 * 0.125 + 2.0 * 480.0));
     assert_eq!(here(sum(60), Path::OneShot), Ok(0.125 + 2.0 * 720.0));
     assert_eq!(here(OpDesc::broadcast(Dtype::F32, Rank(0), 60), Path::OneShot), Ok(0.125 + 2.0 * 720.0));
     assert_eq!(here(OpDesc::barrier(), Path::OneShot), Ok(0.125));

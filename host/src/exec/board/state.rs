@@ -65,12 +65,12 @@ pub(in crate::exec) struct BoardState {
     pub(super) history: History,
 }
 
-/// The calls of a rank on the board.
+/// The calls of a rank on the board, each once for each of its rounds.
 #[derive(Debug, Default)]
 pub(super) struct History {
     /// A hash of all of them: FNV-1a, word by word.
     hash: u64,
-    /// How many there were.
+    /// How many rounds there were.
     rounds: u64,
     /// The last ones, each at its round modulo their number.
     recent: [Option<Call>; Board::ROUNDS_AHEAD as usize],
@@ -83,7 +83,7 @@ impl History {
         self.rounds += 1;
     }
 
-    /// Return the call so many before the last one.
+    /// Return the call of the round so many before the last one.
     pub(super) fn recent(&self, before: u64) -> Option<Call> {
         let index = self.rounds.checked_sub(before + 1)?;
         self.recent[(index % Board::ROUNDS_AHEAD) as usize]
@@ -174,7 +174,19 @@ impl BoardState {
         &links[self.ranks.start as usize..self.ranks.end as usize]
     }
 
-    /// Count a call of this index: what is posted and read from here on is of it.
+    /// Return how many rounds this rank has begun.
+    #[cfg(test)]
+    pub(in crate::exec) const fn rounds(&self) -> u64 {
+        self.history.rounds
+    }
+
+    /// Return whether a rank has posted in the round that is so many after the present one.
+    pub(in crate::exec) fn has_posted(&self, rank: Rank, rounds: u64) -> bool {
+        let board = self.board.as_ref().filter(|_| self.ranks.contains(&rank.0));
+        board.is_some_and(|board| board.has_posted(self.member(rank), rounds))
+    }
+
+    /// Count a round of a call of this index: what is posted and read from here on is of it.
     #[inline]
     pub(in crate::exec) fn push(&mut self, call: &Call, op_index: u64) {
         self.history.push(call, op_index);

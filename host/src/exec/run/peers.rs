@@ -29,22 +29,32 @@ impl Run<'_> {
         if is_due { self.mesh.dial(peer) } else { Ok(()) }
     }
 
-    /// Return whether the rest of the schedule receives from `peer`.
+    /// Return whether the rest of the schedule receives from `peer` what that has not posted yet.
     pub(super) fn awaits(&mut self, peer: Rank) -> bool {
         let open = open(&self.step.recvs, &self.mesh.recvs).any(|recv| recv.peer == peer) && !self.has_posted(peer);
-        open || self.is_later(|step| step.recvs.iter().any(|recv| recv.peer == peer))
+        open || self.is_later(|run, step, ahead| {
+            step.recvs.iter().any(|recv| recv.peer == peer) && !run.has_posted_ahead(peer, ahead)
+        })
     }
 
     /// Return whether the rest of the schedule involves `peer`.
     pub(in crate::exec) fn needs(&mut self, peer: Rank) -> bool {
         let open = open(&self.step.sends, &self.mesh.sends).any(|send| send.peer == peer);
-        let sends = |step: Step<'_>| step.sends.iter().any(|send| send.peer == peer);
-        open || self.awaits(peer) || self.is_later(sends)
+        open || self.awaits(peer) || self.is_later(|_, step, _| step.sends.iter().any(|send| send.peer == peer))
     }
 
-    /// Return whether this is so of any step that is still to come.
-    fn is_later(&mut self, is_so: impl Fn(Step<'_>) -> bool) -> bool {
-        let room = &mut self.mesh.later_step;
-        (self.index + 1..self.schedule.len()).any(|index| self.schedule.step(index, room).is_some_and(&is_so))
+    /// Return whether this is so of any step that is still to come: with the number of steps with messages between it
+    /// and those that are done.
+    fn is_later(&mut self, is_so: impl Fn(&Self, Step<'_>, u64) -> bool) -> bool {
+        let mut room = std::mem::take(&mut self.mesh.later_step);
+        let mut ahead = u64::from(!self.is_step_done());
+        let is_later = (self.index + 1..self.schedule.len()).any(|index| {
+            let Some(step) = self.schedule.step(index, &mut room) else { return false };
+            let is_later = is_so(self, step, ahead);
+            ahead += u64::from(step.has_messages());
+            is_later
+        });
+        self.mesh.later_step = room;
+        is_later
     }
 }
