@@ -1,7 +1,7 @@
 //! How threads of a machine wait for each other: one policy for ranks in collectives on the host, and for ranks that
 //! wait for a device in shared memory.
 
-use rustix::thread::{sched_getaffinity, sched_getcpu, sched_setaffinity};
+use rustix::thread::{CpuSet, sched_getaffinity, sched_getcpu, sched_setaffinity};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::thread::{self, available_parallelism};
@@ -71,19 +71,35 @@ impl WaitPolicy {
 /// each has just run, so the kernel takes it for one that is better left in its cache (measured on Linux 6.18: 66 us an
 /// operation instead of 0.4). MPI's launchers bind ranks to cores. A rank that finds itself in this state moves to any
 /// other core that it may use, once, and is free again.
+///
+/// Where ranks outnumber the cores, all of them may end up on one (8 ranks on two cores: 96 us an operation instead of
+/// 31). Then each has a core that it returns to, and these are shared out evenly.
 #[derive(Debug, Default)]
 pub(crate) struct CoreWatch {
     /// How often in a row a yield has let another thread run.
     long_yields: u32,
+    /// How often it has yielded, modulo 2^32.
+    yields: u32,
     moved_at: Option<Instant>,
+}
+
+/// A rank's number among those of this machine, and theirs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct RankHere {
+    pub(crate) index: usize,
+    pub(crate) ranks: usize,
 }
 
 impl CoreWatch {
     /// Yield the core, and move away if other threads have run here in several yields in a row, although the policy
     /// says that there is a core for each. Of ranks that find that at the same time, the lower one moves first.
-    pub(crate) fn yield_core(&mut self, policy: SpinPolicy, rank: u32) {
+    pub(crate) fn yield_core(&mut self, policy: SpinPolicy, rank: u32, here: RankHere) {
         if policy.spins == 0 {
             thread::yield_now();
+            self.yields = self.yields.wrapping_add(1);
+            if self.yields.is_multiple_of(HOME_INTERVAL) && self.may_move(Instant::now()) {
+                go_home(here);
+            }
             return;
         }
         let begun = Instant::now();
@@ -120,12 +136,34 @@ fn leave_core() {
     }
 }
 
+/// Move this thread to its rank's core, if there are fewer of them than ranks.
+fn go_home(here: RankHere) {
+    let Ok(allowed) = sched_getaffinity(None) else { return };
+    let Some(home) = home(&allowed, here).filter(|home| *home != sched_getcpu()) else { return };
+    let mut only = CpuSet::new();
+    only.set(home);
+    if sched_setaffinity(None, &only).is_ok() {
+        let _ = sched_setaffinity(None, &allowed);
+    }
+}
+
+/// Return the core of a rank, of those that it may use, which all others may use too: `None` if there is one for each
+/// rank, or only one for all.
+fn home(allowed: &CpuSet, here: RankHere) -> Option<usize> {
+    let cores = allowed.count() as usize;
+    let is_shared = cores > 1 && cores < here.ranks;
+    let mut set = (0..CpuSet::MAX_CPU).filter(|core| allowed.is_set(*core));
+    is_shared.then(|| set.nth(here.index % cores))?
+}
+
 /// A yield that takes longer has let another thread run.
 const YIELD_MAX: Duration = Duration::from_micros(5);
 /// So many long yields in a row show that a core is shared.
 const LONG_YIELDS_MAX: u32 = 4;
 /// So many ranks move one after another.
 const TURNS: u32 = 8;
+/// So many yields pass before a rank looks at the clock, and whether it is on its core.
+const HOME_INTERVAL: u32 = 64;
 /// The time between two moves.
 const MOVE_INTERVAL: Duration = Duration::from_millis(20);
 
@@ -185,6 +223,32 @@ mod tests {
             let before = allowed();
             leave_core();
             assert_eq!(allowed(), before);
+        })
+        .join()
+        .expect("no panic");
+    }
+
+    #[test]
+    fn cores_are_shared_out_evenly_among_more_ranks_than_cores() {
+        let mut allowed = CpuSet::new();
+        [1, 4, 6].into_iter().for_each(|core| allowed.set(core));
+        let homes = |ranks| (0..ranks).map(|index| home(&allowed, RankHere { index, ranks })).collect::<Vec<_>>();
+        assert_eq!(homes(7), [1, 4, 6, 1, 4, 6, 1].map(Some));
+        assert!(homes(3).iter().all(Option::is_none), "a core for each");
+        let mut one = CpuSet::new();
+        one.set(4);
+        assert_eq!(home(&one, RankHere { index: 1, ranks: 7 }), None);
+    }
+
+    #[test]
+    fn rank_of_many_moves_to_its_core_and_may_use_the_same_cores_as_before() {
+        let allowed = sched_getaffinity(None).expect("of this thread");
+        let ranks = allowed.count() as usize * 2;
+        thread::spawn(move || {
+            for index in 0..ranks {
+                go_home(RankHere { index, ranks });
+                assert_eq!(sched_getaffinity(None).expect("of this thread"), allowed);
+            }
         })
         .join()
         .expect("no panic");

@@ -306,7 +306,7 @@ fn rank_that_gives_up_between_two_steps_ends_the_operation_on_all() {
             });
             let given_up = Err(ExecError::Interrupted { rank: odd, reason: "enough".into() });
             assert_eq!(results[odd.0 as usize], given_up);
-            assert!(done == steps - 1 || results.iter().any(|result| *result == given_up), "{} {done}", path.name());
+            assert!(done == steps - 1 || results.contains(&given_up), "{} {done}", path.name());
             for result in results {
                 assert!(result == given_up || result == Ok(right(ranks, COUNT)), "{} {done}: {result:?}", path.name());
             }

@@ -20,7 +20,7 @@ use super::run::Progress;
 use super::sharing::Sharing;
 use crate::schedule::{Place, StepBuffer};
 use crate::secret::JobSecret;
-use crate::wait_policy::{CoreWatch, WaitPolicy};
+use crate::wait_policy::{CoreWatch, RankHere, WaitPolicy};
 use rustix::event::PollFd;
 use std::io::ErrorKind;
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -63,8 +63,8 @@ pub struct Mesh {
     removals_seen: u32,
     /// The boards of short collectives.
     pub(super) boards: Boards,
-    /// The number of ranks on this machine, with this one.
-    ranks_here: usize,
+    /// This rank among those of this machine.
+    here: RankHere,
     /// How this rank waits.
     pub(super) waiting: SpinPolicy,
     /// Whether other ranks run on this one's core.
@@ -97,7 +97,7 @@ pub struct Mesh {
 impl Mesh {
     /// Yield the core to whoever else is to run there.
     pub(super) fn yield_core(&mut self) {
-        self.core.yield_core(self.waiting, self.place.rank().0);
+        self.core.yield_core(self.waiting, self.place.rank().0, self.here);
     }
 
     /// Set up the mesh of `place`. Connections are made when operations need them.
@@ -127,15 +127,17 @@ impl Mesh {
             crate::log::info!(rank = %place.rank(), %why, "no memory shared with ranks of this machine: TCP");
         }
         let own = addresses[place.rank().0 as usize].ip();
-        let ranks_here = addresses.iter().filter(|address| address.ip() == own).count();
+        let is_here = |address: &&SocketAddr| address.ip() == own;
+        let index = addresses[..place.rank().0 as usize].iter().filter(is_here).count();
+        let here = RankHere { index, ranks: addresses.iter().filter(is_here).count() };
         Ok(Self {
             sharing,
             exports: Arc::default(),
             removals_seen: 0,
             boards: Boards::new(place),
-            waiting: WaitPolicy::default().for_threads(ranks_here),
+            waiting: WaitPolicy::default().for_threads(here.ranks),
             core: CoreWatch::default(),
-            ranks_here,
+            here,
             place,
             secret,
             acceptor,
@@ -166,7 +168,7 @@ impl Mesh {
     /// Wait for ranks of this machine by another policy than [`WaitPolicy::Auto`].
     #[must_use]
     pub fn with_wait_policy(mut self, policy: WaitPolicy) -> Self {
-        self.waiting = policy.for_threads(self.ranks_here);
+        self.waiting = policy.for_threads(self.here.ranks);
         self
     }
 
