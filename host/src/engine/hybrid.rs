@@ -17,7 +17,8 @@
 //! rail, and go from the first part to the last.
 //!
 //! While a rail reduces, on a thread, this rank's caller drives the communicator beside it: other ranks may have to
-//! change its view before they come to the call. Blocks of a rail whose tree is lost are recovered there; later ones
+//! change its view before they come to the call. A short block that its tree reduces at once needs no thread
+//! ([`super::short_block`]). Blocks of a rail whose tree is lost are recovered there; later ones
 //! take host collectives of the rail until it has another tree.
 //!
 //! Invariants:
@@ -176,7 +177,8 @@ impl Core {
         Ok(inside)
     }
 
-    /// Reduce a block by this rank's rail, on a thread, and drive the communicator meanwhile. Returns its result.
+    /// Reduce a block by this rank's rail: a short one at once, if possible, any other on a thread, while this one
+    /// drives the communicator. Returns its result.
     ///
     /// # Errors
     /// Those of the communicator, not of the rail.
@@ -192,12 +194,16 @@ impl Core {
             straggler: Some(Straggler::Wait),
             ..CallOptions::default()
         };
+        let begun = match rail.reduce_briefly(part, block, &options) {
+            Ok(reduced) => return Ok(reduced),
+            Err(begun) => begun,
+        };
         // Taken by the rail's thread or, if there can be none, by this one.
         let block = Mutex::new(Some(block));
         let run = || {
             let block = block.lock().unwrap_or_else(PoisonError::into_inner).take();
             let block = block.ok_or_else(|| Error::Argument("a block is reduced once".into()))?;
-            rail.reduce(part, block, &options)
+            rail.finish(begun, part, block, &options)
         };
         let Ok(done) = Done::new() else { return Ok(run()) };
         thread::scope(|scope| {

@@ -77,6 +77,7 @@ mod rounds;
 mod selection;
 mod shared;
 mod shares;
+mod short_block;
 mod started;
 mod straggler;
 mod stripes;

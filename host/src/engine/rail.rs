@@ -24,6 +24,18 @@ pub(super) trait RailCore: Debug + Send + Sync {
     /// The rail's.
     fn reduce(&self, part: OpDesc, block: &mut [u8], options: &CallOptions) -> Result<Outcome, Error>;
 
+    /// Start to reduce a short block by the rail's tree, if that waits for nothing. `None`: it has not begun.
+    fn start_at_once(&self, part: OpDesc, block: &[u8], options: &CallOptions) -> Option<u64>;
+
+    /// Drive a block that was started at once for a short time. Returns whether it has ended.
+    fn drive_briefly(&self, handle: u64, options: &CallOptions) -> bool;
+
+    /// Wait for a block that was started at once, and copy its result.
+    ///
+    /// # Errors
+    /// The rail's.
+    fn finish_block(&self, handle: u64, block: &mut [u8], options: &CallOptions) -> Result<Outcome, Error>;
+
     /// End it with the error that ends the communicator.
     fn end(&self, error: &Error);
 
@@ -32,6 +44,15 @@ pub(super) trait RailCore: Debug + Send + Sync {
 
     /// Return its recoveries so far.
     fn recoveries(&self) -> Recoveries;
+}
+
+/// The length up to which a block is short: below, its copies cost less than a thread.
+const SHORT_MAX_BYTES: usize = 64 << 10;
+
+/// A short block that has begun, and takes long.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Begun {
+    handle: u64,
 }
 
 /// A rank's rail.
@@ -49,12 +70,39 @@ impl Rail {
         Self { core, notices, each }
     }
 
-    /// Reduce a block of this rank in place.
+    /// Reduce a short block of this rank in place, if that takes a short time. `Err`: it does not, and is to be
+    /// continued by [`Self::finish`] if it has begun, as what it has begun says.
+    pub(super) fn reduce_briefly(
+        &self,
+        part: OpDesc,
+        block: &mut [u8],
+        options: &CallOptions,
+    ) -> Result<Result<Outcome, Error>, Option<Begun>> {
+        if block.len() > SHORT_MAX_BYTES {
+            return Err(None);
+        }
+        let handle = self.core.start_at_once(part, block, options).ok_or(None)?;
+        match self.core.drive_briefly(handle, options) {
+            true => Ok(self.core.finish_block(handle, block, options)),
+            false => Err(Some(Begun { handle })),
+        }
+    }
+
+    /// Reduce a block of this rank in place, of which this much has begun.
     ///
     /// # Errors
     /// The rail's.
-    pub(super) fn reduce(&self, part: OpDesc, block: &mut [u8], options: &CallOptions) -> Result<Outcome, Error> {
-        self.core.reduce(part, block, options)
+    pub(super) fn finish(
+        &self,
+        begun: Option<Begun>,
+        part: OpDesc,
+        block: &mut [u8],
+        options: &CallOptions,
+    ) -> Result<Outcome, Error> {
+        match begun {
+            Some(Begun { handle }) => self.core.finish_block(handle, block, options),
+            None => self.core.reduce(part, block, options),
+        }
     }
 
     /// Return the notices of the rail.

@@ -36,6 +36,18 @@ impl RailCore for SharedCore {
         self.lock()?.run_share(part, &mut Buffers::InPlace(block), options)
     }
 
+    fn start_at_once(&self, part: OpDesc, block: &[u8], options: &CallOptions) -> Option<u64> {
+        self.lock().ok()?.start_at_once(part, block, options)
+    }
+
+    fn drive_briefly(&self, handle: u64, options: &CallOptions) -> bool {
+        self.lock().is_ok_and(|mut core| core.drive_briefly(handle, options))
+    }
+
+    fn finish_block(&self, handle: u64, block: &mut [u8], options: &CallOptions) -> Result<Outcome, Error> {
+        self.lock()?.finish_block(handle, block, options)
+    }
+
     fn end(&self, error: &Error) {
         if let Ok(mut core) = self.lock() {
             core.note_end(error);

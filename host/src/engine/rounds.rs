@@ -184,7 +184,7 @@ impl Core {
 
     /// Return whether no operation is under way, and nothing has been reported that calls must handle.
     #[inline]
-    fn is_quiet(&self, excluded: RankMask) -> bool {
+    pub(super) fn is_quiet(&self, excluded: RankMask) -> bool {
         let watch = &self.data.watch;
         self.data.operations.is_idle() && !watch.notices.dropped.is_any() && !watch.needs_view_change(excluded)
     }

@@ -110,6 +110,11 @@ impl Mesh {
         Ok(board)
     }
 
+    /// Let the frames of the operation say whether this rank has the board.
+    fn say_board(&mut self, has_board: bool) {
+        self.links.iter_mut().for_each(|link| link.tx.has_board = has_board);
+    }
+
     /// Return whether all connections to the other ones of these ranks are in shared memory, in both directions.
     fn is_all_shared(&self, ranks: Range<u32>) -> bool {
         let mut others = ranks.filter(|rank| *rank != self.rank().0).map(|rank| &self.links[rank as usize]);
@@ -164,12 +169,13 @@ impl Run<'_> {
             return Ok(());
         }
         self.board_use = BoardUse::None;
-        let (own, step) = (self.mesh.rank(), self.schedule.server_step());
+        let step = self.schedule.server_step();
         if let Some(step) = step {
-            let leader = step.leader_of(own).0;
+            let leader = step.leader_of(self.mesh.rank()).0;
             // A server that is not whole has no such steps.
             let ranks = leader..leader.saturating_add(step.each).min(self.mesh.place.ranks());
             if !self.mesh.boards.server.is_of(ranks) {
+                self.mesh.say_board(false);
                 return Ok(());
             }
         }
@@ -199,7 +205,7 @@ impl Run<'_> {
         let has_board = is_all_shared && mesh.boards.get(scope).board.is_some();
         let is_broadcast = step.is_some_and(|step| step.collective == Collective::Broadcast);
         let says_yes = has_board && (is_complete || !is_broadcast);
-        mesh.links.iter_mut().for_each(|link| link.tx.has_board = says_yes);
+        mesh.say_board(says_yes);
         if has_board {
             self.board_use = BoardUse::Agreeing { yes: 0 };
         }

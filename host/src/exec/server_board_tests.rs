@@ -249,3 +249,25 @@ fn server_with_a_rank_that_shares_no_memory_uses_no_board() {
         });
     });
 }
+
+/// The ranks that have it learn from their leader that one does not.
+#[test]
+fn board_that_a_rank_of_the_server_lacks_is_used_by_none() {
+    let (each, mut meshes) = (3, meshes(6));
+    let mut since_others_have_it = 0;
+    for call in 0..1000 {
+        on_ranks(&mut meshes, |mesh| {
+            let found = sum(mesh, 1 + 2 * call, (Path::Rab, 3), each).expect("no error");
+            assert_eq!(found, right_sum(mesh, 3, each));
+        });
+        assert!(meshes[..3].iter().all(|mesh| !mesh.uses_server_board()), "call {call}");
+        // As if it were on its way: it arrives in one of these calls.
+        meshes[2].boards.server.board = None;
+        let others_have_it = meshes[..2].iter().all(|mesh| mesh.boards.server.board.is_some());
+        since_others_have_it += u32::from(others_have_it && meshes[3..].iter().all(Mesh::uses_server_board));
+        if since_others_have_it == 50 {
+            return;
+        }
+    }
+    panic!("no boards: {:?}", meshes.iter().map(|mesh| &mesh.boards).collect::<Vec<_>>());
+}

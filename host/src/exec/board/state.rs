@@ -124,16 +124,11 @@ impl BoardState {
         rank.0.wrapping_sub(self.ranks.start)
     }
 
-    /// Return the tag of what a rank has posted in the present round.
-    #[inline]
-    pub(super) fn tag_of(&self, rank: Rank) -> Option<u64> {
-        self.board.as_ref().filter(|_| self.ranks.contains(&rank.0))?.tag_of(self.member(rank))
-    }
-
-    /// Return whether a rank has posted in the present round: of the calls that this rank has made, or of others.
+    /// Return whether one of its ranks has posted in the present round: after the calls that this rank has made, or
+    /// after others.
     #[inline]
     pub(in crate::exec) fn posted(&self, rank: Rank) -> Posted {
-        match self.tag_of(rank) {
+        match self.board.as_ref().and_then(|board| board.tag_of(self.member(rank))) {
             None => Posted::Nothing,
             Some(tag) if tag == self.history.hash => Posted::Same,
             Some(_) => Posted::Other,
