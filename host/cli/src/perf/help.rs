@@ -43,8 +43,8 @@ JSON AND CSV
   Figures are in place where in_place is true, else out of place; those that begin with out_of_place are null unless
   measured. rank_min_us, rank_avg_us and rank_max_us are the least, the mean and the greatest of the ranks' own
   medians.
-  wire_bytes and cpu_us are maxima over ranks, per operation. repair_bytes is the maximum that one rank sent for
-  recovery. wrong and retransmits are sums over ranks and iterations, in place and out of place. op is null for
+  wire_bytes and cpu_us are maxima over ranks, per operation; cpu_us is measured in a quarter as many further
+  iterations. repair_bytes is the maximum that one rank sent for recovery. wrong and retransmits are sums over ranks and iterations, in place and out of place. op is null for
   collectives that do not reduce, root for those without one; dtype and in_place are also null for a barrier. path is
   the algorithm that ran, and mixed if ranks or placements differ. transport is how ranks reach the tree: shm, udp,
   verbs, rdma or mixed; on other paths it is host. trees is how many trees each operation was spread over at least.
