@@ -71,8 +71,16 @@ def same_lines(results, ranks, names):
         best = [results.best(ranks, names.mpi, size, variant) for size in results.sizes()]
         pairs = zip(results.sizes(), best)
         ratios = [found and store.ratio(results, ranks, size, found[1], name) for size, found in pairs]
+        marks = ["*" if is_replaced(variant, ranks, size) else "" for size in results.sizes()]
         if any(ratios):
-            yield line(f"  {results.titles[name].split(',')[0]}", [number(value) for value in ratios])
+            cells = [number(value) + mark * (value is not None) for value, mark in zip(ratios, marks)]
+            yield line(f"  {results.titles[name].split(',')[0]}", cells)
+
+
+def is_replaced(variant, ranks, size_bytes):
+    """Return whether Open MPI takes another algorithm than it is told, for fewer f32 elements than ranks: recursive
+    doubling for a ring, a linear one for Rabenseifner's (ompi/mca/coll/base/coll_base_allreduce.c)."""
+    return variant in ("ring", "Rabenseifner") and size_bytes // 4 < ranks
 
 
 def cpu_lines(results, ranks, names):
@@ -100,7 +108,7 @@ def print_ranks(results, ranks, names, rounds):
             print("\n".join(lines))
     lines = list(same_lines(results, ranks, names))
     if lines:
-        print("time of MPI's same algorithm / time of Sumac; above 1 Sumac is faster")
+        print("time of MPI's same algorithm / time of Sumac; above 1 Sumac is faster; * MPI replaces it")
         print("\n".join(lines))
     lines = list(cpu_lines(results, ranks, names))
     if lines:
