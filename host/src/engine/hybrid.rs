@@ -18,8 +18,8 @@
 //!
 //! While a rail reduces, on a thread, this rank's caller drives the communicator beside it: other ranks may have to
 //! change its view before they come to the call. A short block that its tree reduces at once needs no thread
-//! ([`super::short_block`]). Blocks of a rail whose tree is lost are recovered there; later ones
-//! take host collectives of the rail until it has another tree.
+//! ([`super::short_block`]). Blocks of a rail whose tree is lost are recovered there; later ones take host collectives
+//! of the rail until it has another tree.
 //!
 //! Invariants:
 //! - nothing but the caller's buffers holds elements: blocks are reduced in place;

@@ -21,6 +21,7 @@ use super::message::Message;
 use super::poll_backoff::{NextPoll, PollBackoff};
 use crate::schedule::{Recv, Schedule, Send, StepBuffer};
 pub use interrupt::{Interrupt, NoInterrupt};
+pub(super) use peers::{HasPeer, is_next, open};
 use std::fmt;
 use std::time::Instant;
 use sumac_hal::ids::Rank;
@@ -465,33 +466,6 @@ impl<'a> Run<'a> {
         self.memory.land(recv.sent_from, &recv.landing, at, whole, &mut self.mesh.spare);
         moved
     }
-}
-
-/// A send or receive of a step.
-pub(super) trait HasPeer {
-    fn peer(&self) -> Rank;
-}
-
-impl HasPeer for Send {
-    fn peer(&self) -> Rank {
-        self.peer
-    }
-}
-
-impl HasPeer for Recv {
-    fn peer(&self) -> Rank {
-        self.peer
-    }
-}
-
-/// Return whether transfer `slot` is the first open one with its peer.
-pub(super) fn is_next<T: HasPeer>(messages: &[T], progress: &[Progress], slot: usize) -> bool {
-    !progress[slot].done && open(&messages[..slot], progress).all(|other| other.peer() != messages[slot].peer())
-}
-
-/// Return the transfers that are not done.
-pub(super) fn open<'a, T: HasPeer>(messages: &'a [T], progress: &'a [Progress]) -> impl Iterator<Item = &'a T> {
-    messages.iter().zip(progress).filter(|(_, progress)| !progress.done).map(|(message, _)| message)
 }
 
 fn reset(progress: &mut Vec<Progress>, len: usize) {

@@ -1,6 +1,6 @@
-//! The peers of a run's other steps than the current one, which are read for it one at a time.
+//! The peers of a run's transfers: of the current step, and of the others, which are read for it one at a time.
 
-use super::{HasPeer, Run, open};
+use super::{Progress, Run};
 use crate::exec::error::ExecError;
 use crate::exec::link::State;
 use crate::schedule::{Recv, Send, Step};
@@ -57,4 +57,34 @@ impl Run<'_> {
         self.mesh.later_step = room;
         is_later
     }
+}
+
+/// A send or receive of a step.
+pub(in crate::exec) trait HasPeer {
+    fn peer(&self) -> Rank;
+}
+
+impl HasPeer for Send {
+    fn peer(&self) -> Rank {
+        self.peer
+    }
+}
+
+impl HasPeer for Recv {
+    fn peer(&self) -> Rank {
+        self.peer
+    }
+}
+
+/// Return whether transfer `slot` is the first open one with its peer.
+pub(in crate::exec) fn is_next<T: HasPeer>(messages: &[T], progress: &[Progress], slot: usize) -> bool {
+    !progress[slot].done && open(&messages[..slot], progress).all(|other| other.peer() != messages[slot].peer())
+}
+
+/// Return the transfers that are not done.
+pub(in crate::exec) fn open<'a, T: HasPeer>(
+    messages: &'a [T],
+    progress: &'a [Progress],
+) -> impl Iterator<Item = &'a T> {
+    messages.iter().zip(progress).filter(|(_, progress)| !progress.done).map(|(message, _)| message)
 }
