@@ -8,7 +8,7 @@
 //! it has done.
 
 use super::Buffers;
-use super::board::{BoardScope, Posted, is_for_board, post_header, region_to_post, start_in_post};
+use super::board::{BoardScope, is_for_board, post_header, region_to_post, start_in_post};
 use super::error::{Call, ExecError};
 use super::frame::{HEADER_BYTES, Header};
 use super::memory::Memory;
@@ -291,8 +291,9 @@ impl Mesh {
         if !has_posted || !self.await_posts(&round.recvs) {
             return begun;
         }
+        let Some(board) = &self.boards.all.board else { return begun };
         for (recv, place) in round.recvs.iter().zip(places) {
-            self.boards.all.read(recv.peer, round.start_bytes, &mut user[place.clone()]);
+            board.read(recv.peer.0, round.start_bytes, &mut user[place.clone()]);
         }
         self.finish_round(BoardScope::All, places.len());
         self.sent_bytes += round.sent_bytes;
@@ -300,6 +301,7 @@ impl Mesh {
     }
 
     /// Post what a call sends to all ranks of a board. Returns whether there was room.
+    #[inline]
     pub(super) fn post_for_all(&mut self, scope: BoardScope, header: &[u8; HEADER_BYTES], bytes: &[u8]) -> bool {
         self.boards.get_mut(scope).with_tag().is_some_and(|(board, tag)| board.post(tag, header, bytes))
     }
@@ -309,12 +311,14 @@ impl Mesh {
         let mut missing = recvs;
         let mut backoff = None;
         loop {
+            let Some((board, tag)) = self.boards.all.with_tag() else { return false };
             while let Some((recv, rest)) = missing.split_first() {
-                match self.boards.all.posted(recv.peer) {
-                    Posted::Same => missing = rest,
-                    // The operation tells which.
-                    Posted::Other => return false,
-                    Posted::Nothing => break,
+                // The board is of all ranks.
+                match board.tag_of(recv.peer.0) {
+                    Some(found) if found == tag => missing = rest,
+                    // Of other calls: the operation tells which.
+                    Some(_) => return false,
+                    None => break,
                 }
             }
             if missing.is_empty() {
@@ -334,6 +338,7 @@ impl Mesh {
     }
 
     /// Read what the sender of a transfer has posted in the present round.
+    #[inline]
     pub(super) fn read_post(&mut self, scope: BoardScope, recv: &Recv, start_bytes: usize, memory: &mut Memory<'_>) {
         let board = self.boards.get(scope);
         if let Some(place) = memory.direct(recv) {
@@ -346,14 +351,19 @@ impl Mesh {
     }
 
     /// Everything of the present round is read, of so many ranks: end it, and wake those that sleep.
+    #[inline]
     pub(super) fn finish_round(&mut self, scope: BoardScope, read: usize) {
         self.boards.get_mut(scope).finish_round(read);
         self.ring_all(scope);
     }
 
     /// Wake the ranks of a board that sleep, after something was published there: all their connections are shared.
+    #[inline]
     pub(super) fn ring_all(&self, scope: BoardScope) {
-        let links = self.boards.get(scope).links(&self.links);
+        let links = match scope {
+            BoardScope::All => &self.links[..],
+            BoardScope::Server => self.boards.server.links(&self.links),
+        };
         links.iter().filter_map(|link| link.shared.as_deref()).for_each(SharedLink::ring);
     }
 }

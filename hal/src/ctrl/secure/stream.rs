@@ -400,7 +400,7 @@ mod tests {
         let silent = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
         let stream = TcpStream::connect(silent.local_addr().expect("bound")).expect("it listens");
         let limit = Duration::from_millis(20);
-        let error = connect_within(&stream, &key(), limit).err().expect("no answer");
+        let error = connect_within(&stream, &key(), limit).expect_err("no answer");
         assert!(matches!(error, ConnectError::Timeout { limit: told } if told == limit), "{error}");
         assert_eq!(error.to_string(), "key exchange: no answer within 20 ms");
         assert_eq!(stream.read_timeout().expect("a socket"), None);
