@@ -103,22 +103,7 @@ impl Operations {
     /// # Panics
     /// If no operation is described so.
     pub fn start(&mut self, desc: OpDesc, call: u64, launched: Launched, buffers: StartedBuffers) -> u64 {
-        let mut started = Started {
-            desc,
-            call,
-            algo: Algo::Auto,
-            chosen: chosen(Path::Tree),
-            tree_op: None,
-            limit: None,
-            transfer: None,
-            begun: counters(),
-            tested: None,
-            buffers: None,
-            schedule: None,
-            counts: None,
-            finished: None,
-            is_detached: false,
-        };
+        let mut started = Started::new((desc, call), (Algo::Auto, chosen(Path::Tree)), None, counters());
         let extent = Extent::of(&desc, self.place).expect("an operation");
         let output = buffers.output.map(|output| Box::new(output) as Box<dyn super::ErasedBuffer>);
         let owned = Owned { memory: Box::new(buffers.memory), output, scaled: None, extent };

@@ -131,6 +131,33 @@ pub(super) struct Started {
     pub(super) is_detached: bool,
 }
 
+impl Started {
+    /// Make one that waits for nothing yet: of this call, decided so, with the counts at its start.
+    pub(super) fn new(
+        (desc, call): (OpDesc, u64),
+        (algo, chosen): (Algo, Chosen),
+        limit: Option<StragglerLimit>,
+        begun: CounterSnapshot,
+    ) -> Self {
+        Self {
+            desc,
+            call,
+            algo,
+            chosen,
+            tree_op: None,
+            limit,
+            transfer: None,
+            begun,
+            tested: None,
+            buffers: None,
+            schedule: None,
+            counts: None,
+            finished: None,
+            is_detached: false,
+        }
+    }
+}
+
 /// The operations of a communicator in flight.
 pub(super) struct Operations {
     /// The maximum number of started host collectives that have not run.

@@ -45,22 +45,8 @@ impl Core {
     fn start_counted(&mut self, (desc, call): (OpDesc, u64), block: &[u8], options: &CallOptions) -> Option<u64> {
         let extent = Extent::of(&desc, self.data.place).ok()?;
         let chosen = self.data.choose_by((call, desc, Algo::Tree)).ok().filter(|chosen| chosen.path == Path::Tree)?;
-        let mut started = Started {
-            desc,
-            call,
-            algo: Algo::Tree,
-            chosen,
-            tree_op: None,
-            limit: self.data.policy(options).limit(),
-            transfer: None,
-            begun: self.data.snapshot(Instant::now()),
-            tested: None,
-            buffers: None,
-            schedule: None,
-            counts: None,
-            finished: None,
-            is_detached: false,
-        };
+        let (limit, begun) = (self.data.policy(options).limit(), self.data.snapshot(Instant::now()));
+        let mut started = Started::new((desc, call), (Algo::Tree, chosen), limit, begun);
         let owned = Owned { memory: Box::new(block.to_vec()), output: None, scaled: None, extent };
         self.data.launch(self.data.operations.next_handle(), &mut started, owned).ok()?;
         Some(self.data.operations.start(started))

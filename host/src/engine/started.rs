@@ -101,21 +101,12 @@ impl Core {
                 Ok(chosen) => chosen,
                 Err(error) => return Err(Box::new((error, owned))),
             };
+            let call = self.data.operations.calling.unwrap_or_default();
+            let (limit, begun) = (self.data.policy(options).limit(), self.data.snapshot(Instant::now()));
             let mut started = Started {
-                desc,
-                call: self.data.operations.calling.unwrap_or_default(),
-                algo,
-                chosen,
-                tree_op: None,
-                limit: self.data.policy(options).limit(),
-                transfer: None,
-                begun: self.data.snapshot(Instant::now()),
-                tested: None,
-                buffers: None,
                 schedule: uneven.as_ref().map(|uneven| Arc::clone(&uneven.schedule)),
                 counts: uneven.as_ref().map(|uneven| uneven.counts.clone()),
-                finished: None,
-                is_detached: false,
+                ..Started::new((desc, call), (algo, chosen), limit, begun)
             };
             let Err(refused) = self.data.launch(handle, &mut started, owned) else {
                 return Ok(self.data.operations.start(started));
