@@ -54,6 +54,12 @@ pub(super) fn refer(name: &str) {
     exchange(&mut tx, &mut rx, (duplex.own_bell(), duplex.peer_bell()));
     let referred: Vec<u8> = (0..REFERRED_BYTES).map(byte).collect();
     let address = referred.as_ptr().expose_provenance() as u64;
+    // The peer may not have read all of the other bytes yet.
+    let has_room = || tx.room_bytes().is_ok_and(|room| room >= 8);
+    assert_eq!(
+        Waiter::new(SpinPolicy::NONE).wait(&[duplex.own_bell()], Some(Instant::now() + LONG), has_room),
+        Ok(true)
+    );
     assert_eq!(tx.write(&[&address.to_le_bytes()]), Ok(8));
     ring(duplex.peer_bell());
     let taken = || duplex.taken_by_peer() == 1;
