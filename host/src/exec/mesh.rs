@@ -63,6 +63,8 @@ pub struct Mesh {
     removals_seen: u32,
     /// The boards of short collectives.
     pub(super) boards: Boards,
+    /// All operations below this index are complete.
+    pub(super) next_op: u64,
     /// This rank among those of this machine.
     here: RankHere,
     /// How this rank waits.
@@ -135,6 +137,7 @@ impl Mesh {
             exports: Arc::default(),
             removals_seen: 0,
             boards: Boards::new(place),
+            next_op: 0,
             waiting: WaitPolicy::default().for_threads(here.ranks),
             core: CoreWatch::default(),
             here,

@@ -218,15 +218,20 @@ impl Mesh {
         self.boards.all.push(&round.call, op_index);
         let mut header = round.header;
         Header::set_numbers(&mut header, op_index, number);
-        if let Rest::Copies(places) = &round.rest {
-            return self.attempt_directly(round, places, &header, buffers);
+        let attempt = if let Rest::Copies(places) = &round.rest {
+            self.attempt_directly(round, places, &header, buffers)
+        } else {
+            let mut memory = round.memory(buffers, &mut self.work);
+            let mut attempt = self.attempt_in(round, &header, &mut memory);
+            if let (Attempt::Complete, Rest::Steps(steps)) = (attempt, &round.rest) {
+                attempt = self.attempt_steps(round, steps, (op_index, number), &mut memory);
+            }
+            self.work = std::mem::take(&mut memory.work);
+            attempt
+        };
+        if attempt == Attempt::Complete {
+            self.next_op = op_index + 1;
         }
-        let mut memory = round.memory(buffers, &mut self.work);
-        let mut attempt = self.attempt_in(round, &header, &mut memory);
-        if let (Attempt::Complete, Rest::Steps(steps)) = (attempt, &round.rest) {
-            attempt = self.attempt_steps(round, steps, (op_index, number), &mut memory);
-        }
-        self.work = std::mem::take(&mut memory.work);
         attempt
     }
 

@@ -257,6 +257,7 @@ impl<'a> Run<'a> {
             self.begin_later_round();
         }
         self.end_on_board();
+        self.mesh.next_op = self.mesh.next_op.max(self.call.op_index + u64::from(!self.messages_only));
         Ok(Status::Done)
     }
 

@@ -62,6 +62,11 @@ impl Run<'_> {
         }
         let is_announce = header.kind == FrameKind::Announce;
         let theirs = &header.call;
+        if self.messages_only && is_announce && theirs.op_index < self.mesh.next_op {
+            // Stale. Held, it would hide the end of the connection until the next operation.
+            self.mesh.links[peer.0 as usize].rx.frame = None;
+            return Ok(());
+        }
         if self.messages_only || theirs.op_index > self.call.op_index && !self.awaits(peer) {
             return Ok(());
         }
