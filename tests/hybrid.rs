@@ -226,8 +226,11 @@ fn lost_rank_is_named_by_its_number_in_the_communicator() {
 #[test]
 fn cancelled_call_ends_at_once() {
     let cluster = rails(2);
+    // Whoever is in the middle of the first operation when another is cancelled fails there.
+    let is_connected = Barrier::new(2 * EACH as usize);
     cluster.run("cancelled", 2 * EACH, on_rails, |comm| {
         checked_sum(&comm, BY, 4096, 0);
+        is_connected.wait();
         let canceller = comm.canceller();
         if comm.rank() == 0 {
             // The others wait for this rank.

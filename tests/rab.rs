@@ -221,9 +221,12 @@ fn call_by_rab_that_differs_fails_with_the_same_error_on_all_ranks() {
     {
         let cluster = Cluster::spare(2, controller());
         let began = Instant::now();
+        let are_through = Barrier::new(2 * EACH as usize);
         let errors = cluster.run("differs", 2 * EACH, with_leaders, |comm| {
             let differs = comm.rank() == who || is_of_server && comm.rank() / EACH == who / EACH;
             (0..calls).for_each(|call| _ = checked_sum(&comm, BY, count, call));
+            // Whoever is in the middle of the last of them would fail there.
+            are_through.wait();
             let mut buffer = vec![0_u32; if differs { count + 1 } else { count }];
             comm.all_reduce_with(&mut buffer, ReduceOp::Sum, &options(BY)).expect_err("sizes differ")
         });
