@@ -14,6 +14,7 @@ both_ways! {
     receive_from_any_rank_takes_each_message_once,
     receive_from_any_rank_leaves_other_tags_and_earlier_receives_their_messages,
     receive_from_any_rank_ends_when_all_others_are_gone,
+    late_announcement_does_not_hide_the_end_of_its_rank,
     receive_from_any_rank_takes_what_a_rank_sent_before_its_end,
     deadline_of_a_receive_from_any_rank_names_one_that_may_send,
     receive_from_any_rank_ends_when_only_messages_with_other_tags_are_left,
@@ -26,6 +27,9 @@ both_ways! {
     ended_mesh_gives_the_memory_of_its_messages_back,
     differing_all_to_all_counts_are_a_length_error,
 }
+
+/// Only a test that fails waits for it.
+const SOON: Duration = Duration::from_secs(20);
 
 fn payload(from: Rank, to: Rank, nth: usize, len_bytes: usize) -> Vec<u8> {
     let salt = from.0 as usize * 31 + to.0 as usize * 7 + nth * 3;
@@ -193,6 +197,22 @@ fn receive_from_any_rank_ends_when_all_others_are_gone() {
     let lost = wait(&mut alive, ticket, Instant::now() + LONG, &mut NoInterrupt);
     assert!(matches!(lost, Err(ExecError::RankLost { .. })), "{lost:?}");
     assert_eq!(alive.take_back(ticket).expect("it has ended").bytes().len(), 4);
+}
+
+/// A rank that has waited long announces its operation, which may arrive when the operation is over.
+fn late_announcement_does_not_hide_the_end_of_its_rank() {
+    let mut meshes = meshes(2);
+    on_ranks(&mut meshes, |mesh| ones(mesh, 0).expect("no error"));
+    let mut other = meshes.pop().expect("two");
+    let over = Call::new(Rank(1), 0, 1, &OpDesc::barrier(), Path::Ring);
+    other.links[0].tx.announced = false;
+    assert!(matches!(other.links[0].write_announce(&over), super::link::IoOutcome::Bytes(_)));
+    let mut alive = meshes.pop().expect("two");
+    let ticket = post_any(&mut alive, 0, 4);
+    assert_eq!(poll(&mut alive, &mut NoInterrupt), Ok(Status::Done), "rank 1 may still send");
+    drop(other);
+    let lost = wait(&mut alive, ticket, Instant::now() + SOON, &mut NoInterrupt);
+    assert!(matches!(lost, Err(ExecError::RankLost { .. })), "{lost:?}");
 }
 
 /// Return rank 0's mesh, which knows that rank 1 has ended, after that has sent a message, and another with tag 2.
