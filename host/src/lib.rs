@@ -138,7 +138,8 @@
 //!
 //! The buffer of an all-reduce goes down `comm` -> `engine` -> `transport` (or `exec`, for a host collective), and its
 //! outcome comes up the same way. If a device or a rank is lost, `transport` and `exec` return to `engine`, which asks
-//! `recovery` what to do, and goes on.
+//! `recovery` what to do, and goes on. `transport` and `exec` do not know of each other; what `exec` may read of the
+//! memory that `transport` registers is in `region_exports`.
 
 pub mod comm;
 pub mod config_file;
@@ -152,6 +153,7 @@ mod log;
 mod memory_kind;
 pub mod plan;
 mod recovery;
+mod region_exports;
 pub mod schedule;
 mod secret;
 pub mod select;

@@ -1,10 +1,10 @@
 //! The connections between ranks, and the work on them: host collectives and messages.
 
 use super::error::Error;
-use crate::exec::exports::RegionExports;
 use crate::exec::message::{self, Ticket, Transfer};
 use crate::exec::round::{Attempt, Round};
 use crate::exec::{Buffers, Context, ExecError, Execution, Interrupt, Mesh, Status, execute};
+use crate::region_exports::RegionExports;
 use crate::schedule::Schedule;
 use std::sync::Arc;
 use std::time::Instant;

@@ -11,13 +11,13 @@ use super::auth::{
 };
 use super::board::Boards;
 use super::error::{Call, ExecError, MeshError};
-use super::exports::RegionExports;
 use super::handshake::Pending;
 use super::link::{IoOutcome, Link, PAGE_BYTES, State, write};
 use super::message::Messages;
 use super::poll::PollTarget;
 use super::run::Progress;
 use super::sharing::Sharing;
+use crate::region_exports::RegionExports;
 use crate::schedule::{Place, StepBuffer};
 use crate::secret::JobSecret;
 use crate::wait_policy::{CoreWatch, RankHere, WaitPolicy};

@@ -21,7 +21,6 @@ mod announce;
 mod auth;
 pub(crate) mod board;
 mod error;
-pub(crate) mod exports;
 mod flush;
 mod frame;
 mod handshake;

@@ -2,13 +2,13 @@
 //! rules.
 
 use super::error::Call;
-use super::exports::{Export, RegionExports};
 use super::frame::{FrameKind, HEADER_BYTES, Header};
 use super::link::IoOutcome;
 use super::regions::{REGIONS_MAX, RegionLink, RegionPlace};
 use super::shared::{MAPPED_MIN_BYTES, REFERENCE_MIN_BYTES};
 use super::tests::{BOTH, all_reduce, connected_meshes, context, on_ranks};
 use super::*;
+use crate::region_exports::{Export, RegionExports};
 use crate::schedule::binomial;
 use rustix::fs::{MemfdFlags, memfd_create};
 use std::fs::File;

@@ -12,7 +12,7 @@
 //! - Each side has at most [`REGIONS_MAX`] regions of the other mapped.
 //! - A peer that breaks these rules gets no more memory mapped, and its references fail.
 
-use super::exports::{ExportPlace, RegionExports};
+use crate::region_exports::{ExportPlace, RegionExports};
 use std::sync::{Arc, PoisonError};
 use sumac_hal::shm::{MemoryChannel, MemoryError, Message, ReadOnly, Received, SocketError};
 

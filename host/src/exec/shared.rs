@@ -11,10 +11,10 @@
 //! - A rank that leaves an operation withdraws its references before the caller gets the memory back.
 //! - A peer that breaks the rules of the streams counts as gone.
 
-use super::exports::RegionExports;
 use super::frame::HEADER_BYTES;
 use super::link::IoOutcome;
 use super::regions::{RegionLink, RegionPlace};
+use crate::region_exports::RegionExports;
 use std::sync::Arc;
 use sumac_hal::ring::{Poisoned, StreamConsumer, StreamProducer};
 use sumac_hal::shm::{Bell, Connection, Duplex, DuplexStream, PeerMemory};

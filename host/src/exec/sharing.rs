@@ -21,11 +21,11 @@
 use super::auth::{Purpose, shared_key, shared_name};
 use super::board::open_board;
 use super::error::Call;
-use super::exports::RegionExports;
 use super::frame::{FrameKind, Header};
 use super::link::{Link, State};
 use super::mesh::Mesh;
 use super::shared::{SharedLink, Switch};
+use crate::region_exports::RegionExports;
 use crate::schedule::Place;
 use crate::secret::JobSecret;
 use std::net::SocketAddr;

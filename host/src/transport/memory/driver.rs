@@ -16,7 +16,7 @@ use super::redo::Redo;
 use super::registered::{Buffer, Registry};
 use super::remote::DeviceLink;
 use super::retire::{Fence, ProcessControl};
-use crate::exec::exports::RegionExports;
+use crate::region_exports::RegionExports;
 use crate::transport::packets::{Buffers, CompletionInfo, EndpointError, EndpointStats, Event, OpId, PostError};
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -10,7 +10,7 @@
 //! as its owner, until their chunks are answered or fenced. To this process the device is like a system call that fills
 //! a buffer.
 
-use crate::exec::exports::{Export, RegionExports};
+use crate::region_exports::{Export, RegionExports};
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;

@@ -4,8 +4,8 @@
 
 use super::device::{Behaviour, CHUNK, Wake, attach, start, wake};
 use super::driver::{BorrowedBuffers, all_reduce, post};
-use crate::exec::exports::RegionExports;
 use crate::recovery::{RecoverySource, Unrecoverable, inventory, is_unknown, plan};
+use crate::region_exports::RegionExports;
 use crate::transport::memory::Buffer;
 use crate::transport::memory::driver::ZeroCopyDriver;
 use crate::transport::memory::retire::Fence;

@@ -2,7 +2,7 @@
 //!
 //! A communicator's memory is entered here when it is allocated, and removed before its address can belong to anything
 //! else: when its buffer is dropped, or when its pages are severed from what a device, or another rank, has mapped
-//! ([`Region::sever`]). Links hand regions over when they are first used ([`super::regions`]).
+//! ([`Region::sever`]). Links hand regions over when they are first used (`exec::regions`).
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -35,11 +35,11 @@ struct Entry {
 
 /// Where bytes are in an exported region.
 #[derive(Debug)]
-pub(super) struct ExportPlace {
+pub(crate) struct ExportPlace {
     /// The region's number, which no other region of this rank has or had.
-    pub(super) number: u64,
-    pub(super) offset_bytes: u64,
-    pub(super) region: Weak<Mutex<Region>>,
+    pub(crate) number: u64,
+    pub(crate) offset_bytes: u64,
+    pub(crate) region: Weak<Mutex<Region>>,
 }
 
 /// An entry of [`RegionExports`], which ends with it.
@@ -66,7 +66,7 @@ impl RegionExports {
     }
 
     /// Return the place of these bytes; `None` if they are in no region.
-    pub(super) fn find(&self, bytes: &[u8]) -> Option<ExportPlace> {
+    pub(crate) fn find(&self, bytes: &[u8]) -> Option<ExportPlace> {
         let start = bytes.as_ptr().addr();
         let table = self.table();
         let (base, entry) = table.entries.range(..=start).next_back()?;
@@ -80,7 +80,7 @@ impl RegionExports {
     }
 
     /// Return whether a region is still there.
-    pub(super) fn has(&self, number: u64) -> bool {
+    pub(crate) fn has(&self, number: u64) -> bool {
         self.table().entries.values().any(|entry| entry.number == number)
     }
 
