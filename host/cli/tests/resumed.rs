@@ -113,7 +113,8 @@ impl Restartable {
 struct Progress {
     rounds: AtomicU64,
     in_tree: AtomicU64,
-    repaired: AtomicU64,
+    /// As rank 0 counts them, within operations and between them.
+    recoveries: AtomicU64,
     /// Tells the ranks to stop; all stop after the same round.
     stops: AtomicBool,
     /// Tells the ranks to make no calls for a while.
@@ -125,9 +126,9 @@ impl Progress {
         self.rounds.load(Ordering::SeqCst)
     }
 
-    /// Wait for the first repair. It may have been before this call.
-    fn wait_for_repair(&self) {
-        wait_until("no repair", || self.repaired.load(Ordering::SeqCst) > 0);
+    /// Wait for the first recovery. It may have been before this call.
+    fn wait_for_recovery(&self) {
+        wait_until("no recovery", || self.recoveries.load(Ordering::SeqCst) > 0);
     }
 
     /// Wait until a counter has increased by `more`.
@@ -154,12 +155,12 @@ fn work(comm: &Communicator, progress: &Progress) {
         // A host collective, during which the rank also advances the tree.
         let host_collective = CallOptions { algo: Some(Algo::RecursiveDoubling), ..CallOptions::default() };
         let mut stops = [u64::from(progress.stops.load(Ordering::SeqCst))];
-        let voted = comm.all_reduce_with(&mut stops, ReduceOp::Max, &host_collective).expect("a maximum");
+        comm.all_reduce_with(&mut stops, ReduceOp::Max, &host_collective).expect("a maximum");
         if comm.rank() == 0 {
-            let count = |counter: &AtomicU64, is_so| counter.fetch_add(u64::from(is_so), Ordering::SeqCst);
-            count(&progress.in_tree, outcome.path == Path::Tree);
-            count(&progress.repaired, outcome.recovered || voted.recovered);
-            count(&progress.rounds, true);
+            // A device may also be lost when none of these operations needs it.
+            progress.recoveries.store(comm.recoveries().count.into(), Ordering::SeqCst);
+            progress.in_tree.fetch_add(u64::from(outcome.path == Path::Tree), Ordering::SeqCst);
+            progress.rounds.fetch_add(1, Ordering::SeqCst);
         }
         if stops[0] > 0 {
             return;
@@ -221,11 +222,11 @@ fn job_continues_without_controller_and_with_the_next_one() {
             place.start_controller();
             let serving = place.wait_for_tree("job", RANKS);
             progress.wait_for("no round in the tree", |progress| &progress.in_tree, 3);
-            assert_eq!(progress.repaired.load(Ordering::SeqCst), 0, "nothing was lost");
+            assert_eq!(progress.recoveries.load(Ordering::SeqCst), 0, "nothing was lost");
             // The next controller handles later failures.
             let at = devices.iter().position(|(name, _)| *name == serving[0]).expect("a device of these");
             devices.remove(at).1.kill();
-            progress.wait_for_repair();
+            progress.wait_for_recovery();
             progress.wait_for("no round in the tree", |progress| &progress.in_tree, 3);
             assert_eq!(place.wait_for_tree("job", RANKS), [devices[0].0]);
         });
@@ -288,7 +289,7 @@ fn device_killed_without_controller_is_replaced_by_the_next_controller() {
     with_job(&mut place, "job", Transport::Shm, |place, progress| {
         place.kill_controller();
         device.kill();
-        progress.wait_for_repair();
+        progress.wait_for_recovery();
         place.start_controller();
         wait_until("the job is not known", || place.job("job").is_some_and(|job| job.running));
         // The device registers after the ranks.
