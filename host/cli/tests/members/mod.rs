@@ -67,7 +67,7 @@ pub(crate) struct Task {
 pub(crate) struct Round {
     pub(crate) round: u64,
     pub(crate) took_us: u64,
-    /// Whether the previous round recovered.
+    /// Whether there was a recovery in the previous round or before it.
     pub(crate) repaired: bool,
 }
 
@@ -89,7 +89,7 @@ pub(crate) struct Ending {
     pub(crate) torn: usize,
     /// When the call returned, on the machine's monotonic clock.
     pub(crate) at_ns: u64,
-    /// Rounds that recovered.
+    /// Rounds whose operation recovered.
     pub(crate) repaired: Vec<u64>,
     /// Whether the last successful round used the tree.
     pub(crate) by_tree: bool,

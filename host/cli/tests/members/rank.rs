@@ -91,7 +91,8 @@ fn reduce_and_check<T: Value>(
 }
 
 fn reduce<T: Value>(task: &Task, comm: &Communicator, buffer: &mut [T]) -> Ending {
-    let (mut before, mut repaired, mut by_tree) = (None, Vec::new(), false);
+    let (mut before, mut recoveries) = (None, 0);
+    let (mut repaired, mut by_tree) = (Vec::new(), false);
     for round in 0..task.rounds {
         for (element, value) in buffer.iter_mut().enumerate() {
             *value = own(task.rank, element, round);
@@ -111,7 +112,9 @@ fn reduce<T: Value>(task: &Task, comm: &Communicator, buffer: &mut [T]) -> Endin
                 return Ending { error: Some(variant(&error)), text, ..ended };
             }
         };
-        before = Some((took_us, outcome.recovered));
+        // A tree that is lost between two calls is recovered there.
+        let recoveries_before = std::mem::replace(&mut recoveries, comm.recoveries().count);
+        before = Some((took_us, recoveries > recoveries_before));
         by_tree = outcome.path == Path::Tree;
         repaired.extend(outcome.recovered.then_some(round));
         if !task.recovery && outcome.transfer != Some(transfer(task.memory)) {
