@@ -29,15 +29,26 @@ fn with_slots(name: &str) -> Announce {
     Announce { slots: Some(slots()), ..announce(name, 1, None) }
 }
 
-/// A device that reports each request for an update, and accepts it, or refuses a restart.
-fn updatable(controller: &Controller, name: &str, refuses: bool) -> (Device, Receiver<UpdateRequest>) {
+/// A device that reports each request for an update, and accepts it.
+fn updatable(controller: &Controller, name: &str) -> (Device, Receiver<UpdateRequest>) {
+    updatable_unless(controller, name, None)
+}
+
+/// Like [`updatable`], but it refuses a restart, once `refuses` tells it to.
+fn updatable_unless(
+    controller: &Controller,
+    name: &str,
+    refuses: Option<Receiver<()>>,
+) -> (Device, Receiver<UpdateRequest>) {
     let (sender, requests): (Sender<UpdateRequest>, _) = channel();
     let device = Device::serve(controller, with_slots(name), move |request| match request {
         Request::Update(request) => {
             // The test may have ended.
             let _ = sender.send(request.clone());
             Reply::with(match request {
-                UpdateRequest::Restart { .. } if refuses => {
+                UpdateRequest::Restart { .. } if refuses.is_some() => {
+                    // The test may have ended.
+                    let _ = refuses.as_ref().map(Receiver::recv);
                     Response::UpdateRefused("not today\u{7}".try_into().expect("short"))
                 }
                 _ => Response::Update(UpdateStatus { slots: slots(), transfer: Transfer::None }),
@@ -63,7 +74,7 @@ fn next(requests: &Receiver<UpdateRequest>) -> UpdateRequest {
 #[test]
 fn each_command_is_relayed_in_one_request() {
     let controller = controller();
-    let (_device, requests) = updatable(&controller, "leaf0", false);
+    let (_device, requests) = updatable(&controller, "leaf0");
     let mut operator = client(&controller, "ann@ops:1");
     let status = command(&mut operator, UpdateCommand::Status).expect("a status");
     assert_eq!((status.slots, next(&requests)), (slots(), UpdateRequest::Status));
@@ -89,7 +100,7 @@ fn each_command_is_relayed_in_one_request() {
 #[test]
 fn second_operator_is_refused_by_name_until_the_first_has_gone() {
     let controller = controller();
-    let (_device, _requests) = updatable(&controller, "leaf0", false);
+    let (_device, _requests) = updatable(&controller, "leaf0");
     let offer = UpdateOffer { manifest_len_bytes: 5, len_bytes: 9, sha256: NEW };
     let (mut ann, mut bob) = (client(&controller, "ann@ops:1"), client(&controller, "bob@ops:2\u{7}"));
     command(&mut ann, UpdateCommand::Begin(offer)).expect("the first");
@@ -219,7 +230,7 @@ fn client_with_two_commands_at_once_is_refused() {
 #[test]
 fn jobs_move_off_a_device_before_it_restarts_and_come_back_after_it() {
     let controller = controller();
-    let (device, requests) = updatable(&controller, "leaf0", false);
+    let (device, requests) = updatable(&controller, "leaf0");
     let (mut ranks, memberships) = join_all(&controller, 2, &[]);
     let group = tree_of(&memberships[0]).group;
     let addr = controller.local_addr();
@@ -244,7 +255,7 @@ fn jobs_move_off_a_device_before_it_restarts_and_come_back_after_it() {
     assert_eq!(report.jobs[0].tree, Some(Err(reason.to_owned())), "it says so until the device is back");
     // It restarts: another incarnation.
     disconnect_device(device, &controller);
-    let (_device, _requests) = updatable(&controller, "leaf0", false);
+    let (_device, _requests) = updatable(&controller, "leaf0");
     for rank in &mut ranks {
         loop {
             match rank.recv_any() {
@@ -264,23 +275,21 @@ fn jobs_move_off_a_device_before_it_restarts_and_come_back_after_it() {
 #[test]
 fn refused_restart_gives_the_device_back_to_jobs() {
     let controller = controller();
-    let (_device, requests) = updatable(&controller, "leaf0", true);
+    let (refuse, refuses) = channel();
+    let (_device, requests) = updatable_unless(&controller, "leaf0", Some(refuses));
     let (mut ranks, _) = join_all(&controller, 2, &[]);
     let addr = controller.local_addr();
     let restart = thread::spawn(move || UpdateClient::new(addr, "ann").command("leaf0", UpdateCommand::Restart(NEW)));
     for rank in &mut ranks {
         assert_eq!(rank.recv(), ClientReply::TreeLost { view: 0 });
     }
-    let memberships = replan(&mut ranks, 0);
+    // The device refuses after this plan, which would otherwise use it, without an offer.
+    assert!(replan(&mut ranks, 0).iter().all(|membership| membership.tree.is_err()));
     next(&requests);
+    refuse.send(()).expect("it serves");
     let refusal = restart.join().expect("no panic").expect("a reply").expect_err("refused").to_string();
     assert!(refusal.contains("not today") && !refusal.contains('\u{7}'), "{refusal}");
-    for (rank, membership) in ranks.iter_mut().zip(&memberships) {
-        if let Ok(tree) = &membership.tree {
-            // The device refused while the plan was made, which then used it.
-            assert_eq!(tree.leaf, "leaf0");
-            continue;
-        }
+    for rank in &mut ranks {
         loop {
             match rank.recv_any() {
                 ClientReply::Offer { view: 1 } => break,
@@ -295,7 +304,7 @@ fn refused_restart_gives_the_device_back_to_jobs() {
 #[test]
 fn idle_job_delays_a_restart_for_a_limited_time() {
     let controller = controller();
-    let (_device, requests) = updatable(&controller, "leaf0", false);
+    let (_device, requests) = updatable(&controller, "leaf0");
     let (_ranks, _) = join_all(&controller, 2, &[]);
     let addr = controller.local_addr();
     let began = std::time::Instant::now();
